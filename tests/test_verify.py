@@ -14,9 +14,9 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder, LearningRateMonitor
+from test_ranks_verify import RUNS
 from torch import nn
 from toys import MLP
-from verify_runs import RUNS
 
 from lightning_gradavg import verify
 from lightning_gradavg.cli import main

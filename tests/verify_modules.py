@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -15,8 +14,7 @@ from orders import Augmented
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.functional import cross_entropy, dropout, softplus
-from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
-from torch.utils.checkpoint import checkpoint
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -71,93 +69,54 @@ def normed(**options: Any) -> nn.Module:
     return layers(nn.BatchNorm1d(8, **options))
 
 
-def dropped() -> nn.Module:
-    return layers(nn.Dropout(0.5))
+def dropped(change: Callable[[nn.Sequential], Any] = lambda net: None) -> nn.Module:
+    return layers(nn.Dropout(0.5), change=change)
 
 
-def hooked(change: Callable[[Tensor], Tensor]) -> nn.Module:
+def hooked(change: Callable[[Tensor], Tensor]) -> Layers:
     """Change gradients in a hook on every parameter."""
-    return layers(nn.Dropout(0.5), change=lambda net: [each.register_hook(change) for each in net.parameters()])
+    return lambda: dropped(lambda net: [each.register_hook(change) for each in net.parameters()])
 
 
 def frozen() -> nn.Module:
-    return layers(nn.Dropout(0.5), change=lambda net: net[0].requires_grad_(requires_grad=False))
-
-
-def spectral() -> nn.Module:
-    return layers(change=lambda net: nn.utils.parametrizations.spectral_norm(net[0]))
+    return dropped(lambda net: net[0].requires_grad_(requires_grad=False))
 
 
 def words(part: float = 0.0) -> nn.Module:
     return nn.Sequential(nn.Embedding(7, 8), nn.Dropout(part), nn.Linear(8, 7))
 
 
-def sequences() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 5), nn.Dropout(0.4), nn.Linear(5, 3))
+class Texts(nn.Module):
+    """A transformer or a recurrent layer over padded texts, with dropout."""
 
-
-class Recurrent(nn.Module):
-    """A recurrent layer over embedded texts; `packs` packs them."""
-
-    def __init__(self, kind: Any, *, packs: bool = False, part: float = 0.0) -> None:
+    def __init__(self, rows: nn.Module) -> None:
         super().__init__()
-        self.table, self.packs = nn.Embedding(7, 4, padding_idx=0), packs
-        self.rows, self.out = kind(4, 5, num_layers=2, batch_first=True, dropout=part), nn.Linear(5, 7)
+        self.table, self.rows, self.out = nn.Embedding(7, 8), rows, nn.Linear(8, 7)
 
     def forward(self, batch: Tensor) -> Tensor:
-        rows, lengths = self.table(batch), (batch != 0).sum(1)
-        if self.packs:
-            return self.out(self.rows(pack_padded_sequence(rows, lengths, True, False))[1][-1])
-        return self.out(self.rows(rows)[0][torch.arange(len(batch)), lengths - 1])
+        rows = self.table(batch)
+        attends = isinstance(self.rows, nn.TransformerEncoderLayer)
+        return self.out(self.rows(rows, src_key_padding_mask=batch == 0) if attends else self.rows(rows)[0])
 
 
-class Attention(nn.Module):
-    """A transformer with dropout over padded texts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
-        self.table, self.rows = nn.Embedding(7, 8), nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-        self.out = nn.Linear(8, 7)
-
-    def forward(self, batch: Tensor) -> Tensor:
-        return self.out(self.rows(self.table(batch), src_key_padding_mask=batch == 0))
+def attention() -> nn.Module:
+    return Texts(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True))
 
 
-class Called(nn.Module):
-    """Layers with dropout that something is wrapped around, such as a checkpoint."""
-
-    def __init__(self, wrap: Callable[[nn.Module], Callable[[Tensor], Any]]) -> None:
-        super().__init__()
-        self.first, self.inner = nn.Linear(6, 6), layers(nn.Dropout(0.3))
-        self.calls = [wrap(self.inner)]  # in a list, so that its parameters have no second name
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.calls[0](self.first(x))
-
-
-def checkpointed(*, reentrant: bool) -> nn.Module:
-    return Called(lambda inner: partial(checkpoint, inner, use_reentrant=reentrant))
-
-
-class Gan(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.make = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 6))
-        self.judge = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+def recurrent() -> nn.Module:
+    return Texts(nn.LSTM(8, 8, num_layers=2, batch_first=True, dropout=0.3))
 
 
 # Training steps.
 
 
-def entropy(change: Callable[[Tensor], Tensor] = lambda x: x, **options: Any) -> OfStep:
-    """Return a step of changed inputs."""
-    return lambda module, batch: cross_entropy(module.net(change(batch[0])), batch[1], **options)
+def entropy(call: Callable[[Any, Tensor], Tensor] = lambda net, x: net(x), **options: Any) -> OfStep:
+    """Return a step that calls the layers in a way of its own."""
+    return lambda module, batch: cross_entropy(call(module.net, batch[0]), batch[1], **options)
 
 
 classified, summed = entropy(), entropy(reduction="sum")
 masked = entropy(ignore_index=0)  # the mean over the samples of other classes, as over tokens
-class_weighted = entropy(weight=torch.tensor([1.0, 5.0, 2.0]))
 
 
 def scaled(factor: Callable[[Any], Any], of: OfStep = classified) -> OfStep:
@@ -165,7 +124,6 @@ def scaled(factor: Callable[[Any], Any], of: OfStep = classified) -> OfStep:
 
 
 CALLS = count(2)
-by_global = scaled(lambda _: next(CALLS))
 
 
 def weighing(of: OfStep, counted: Callable[[Any], Tensor]) -> OfStep:
@@ -264,13 +222,13 @@ def repeated(module: Any, batch: Any) -> None:
 
 def adversarial(module: Any, batch: Any) -> None:
     """A generator and a discriminator with an optimizer each."""
-    net, (makes, judges) = module.net, module.optimizers()
-    made = net.make(torch.randn(len(batch[0]), 3))
+    (make, judge), (makes, judges) = module.net, module.optimizers()
+    made = make(torch.randn(len(batch[0]), 3))
     judges.zero_grad()
-    module.manual_backward((softplus(-net.judge(batch[0])) + softplus(net.judge(made.detach()))).mean())
+    module.manual_backward((softplus(-judge(batch[0])) + softplus(judge(made.detach()))).mean())
     judges.step()
     makes.zero_grad()
-    module.manual_backward(softplus(-net.judge(made)).mean())
+    module.manual_backward(softplus(-judge(made)).mean())
     makes.step()
 
 
@@ -280,7 +238,8 @@ def counts(module: Any, batch: Any) -> Tensor:
 
 
 def last_word(module: Any, batch: Tensor) -> Tensor:
-    return cross_entropy(module.net(batch), batch[:, 0])
+    last = (batch != 0).sum(1) - 1
+    return cross_entropy(module.net(batch)[torch.arange(len(batch)), last], batch[:, 0])
 
 
 def each_text(module: Any, batch: Tensor) -> Tensor:
@@ -317,10 +276,6 @@ def summed_value(module: Any, batch: Any) -> Tensor:
     dist.all_reduce(total)
     module.log("loss", total)
     return loss + (total - loss.detach())
-
-
-def sequence_first(module: Any, batch: Any) -> Tensor:
-    return cross_entropy(module.net(batch[0].reshape(-1, 3, 2).transpose(0, 1)).mean(0), batch[1])
 
 
 def case_7(module: Any, batch: Tensor) -> Tensor:
@@ -476,6 +431,11 @@ PARTS: dict[str, Callable[[int, int], slice]] = {
 
 def streamed(how: str, read: Callable[[Any], Iterator[Any]] = iter) -> Loader:
     return lambda: DataLoader(Stream(PARTS[how], read), 4)
+
+
+def moved(rows: Iterable[Any], by: float = 0.0) -> Iterator[Any]:
+    """Yield other rows on every rank but the first, and `by` something on all."""
+    return ((x + by + rank(), y) for x, y in rows)
 
 
 def sampled(sampler: Callable[[], Any]) -> Loader:

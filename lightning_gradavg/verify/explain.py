@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -46,6 +46,7 @@ _OF_STAGES = {
     "weights": "weights beside the gradient",
     "buffers": "buffers of one rank",
 }
+_OF_ONE_PROCESS = "of one process: they may be transformed at random"
 _WIRES = (torch.bfloat16, torch.float16)
 _MOST_BATCHES = 20_000  # of an epoch whose windows are looked at
 _ELEMENTS = 2048  # of a sketch; the others are sums
@@ -169,9 +170,9 @@ class _Reading:
     def __init__(self, tapes: Sequence[Tape], alone: Read) -> None:
         self.tapes, self.facts = tapes, tapes[0].facts
         reads = [alone, *(tape.read for tape in tapes)]
-        self.complete, self.chosen = all(each.complete for each in reads), any(each.chooses for each in reads)
-        self.replaces = any(each.replaces for each in reads)
-        self.shuffled = any(each.shuffles for each in reads)
+        self.complete = all(each.complete for each in reads)
+        self.chosen, self.replaces = any(each.chooses for each in reads), any(each.replaces for each in reads)
+        self.shuffled, self.streams = any(each.shuffles for each in reads), any(each.streams for each in reads)
         self.stream = [one for batch in alone.batches for one in batch]
         self.there = Counter(self.stream)
         self.of_ranks = [tape.read.batches for tape in tapes]
@@ -191,10 +192,6 @@ class _Reading:
         yield from self.lengths()
         yield from self.coverage()
         yield from self.order()
-
-    def repeats(self, read: Counter[Hashable]) -> int:
-        """Return how many times more the samples of one process are read than by it."""
-        return sum(max(0, count - self.there[one]) for one, count in read.items() if one in self.there)
 
     def lengths(self) -> Iterator[str]:
         """Yield a remark on a window beyond the steps in which not every micro-batch counts as its samples do."""
@@ -218,13 +215,17 @@ class _Reading:
                 return
 
     def coverage(self) -> Iterator[Finding | str]:
-        """Yield what is said of samples that an epoch never reads, or reads more than once."""
+        """Yield what is said of samples that an epoch never reads or reads twice, and of those that one process has not."""
         here = Counter(one for batches in self.of_ranks for batch in batches for one in batch)
         dropped = sum(max(map(len, batches), default=0) for batches in self.of_ranks)  # what drop_last leaves out
-        total, more = self.there.total(), self.repeats(here)
-        missing = total - (here.total() - more)
-        more *= not self.facts.splits_batches
-        if self.replaces or not self.complete or (missing <= dropped and not more):
+        total, splits, surplus = self.there.total(), self.facts.splits_batches, here - self.there
+        strange = sum(surplus[one] for one in surplus.keys() - self.there.keys())
+        missing, more = (self.there - here).total() - strange, (surplus.total() - strange) * (not splits)
+        if self.replaces or not self.complete:
+            return
+        if 0 < strange < here.total() or (missing < 0 and not splits):
+            yield f"{strange} of the {here.total()} samples of an epoch are none of the {total} {_OF_ONE_PROCESS}"
+        if missing <= dropped and not more:
             return
         if self.chosen:
             yield f"by a sampler of your own, the ranks leave out {missing} samples of one process and add {more}"
@@ -232,11 +233,13 @@ class _Reading:
             yield Finding("unread samples", "samples", f"{missing} of the {total} samples of an epoch are never read")
         else:
             first = [taken for taken, epoch in zip(self.taken, self.epochs, strict=False) if epoch == self.epochs[0]]
-            within = self.repeats(Counter(one for taken in first for each in taken for one in each.ids))
+            within = (Counter(one for taken in first for each in taken for one in each.ids) - self.there).keys()
             cause, text = "padding", f"{more} samples of an epoch are read twice, to fill the ranks"
             if more >= total:
                 cause, text = "duplicated stream", "every rank reads all samples of an epoch"
-            yield Finding(cause, "samples", text) if within else f"beyond the compared steps, {text}"
+            yield (
+                Finding(cause, "samples", text) if within & self.there.keys() else f"beyond the compared steps, {text}"
+            )
 
     def order(self) -> Iterator[Finding | str]:
         """Yield the first global batch that is not what one process reads at that place of its epoch."""
@@ -248,11 +251,14 @@ class _Reading:
                 return
             if here == there:
                 continue
-            if not self.there.keys() & here.keys():
-                text = "no sample is one that one process reads: they may be transformed at random"
+            strange = sum(number for one, number in here.items() if one not in self.there)
+            text = f"{strange} of the {here.total()} samples of the step are none of those {_OF_ONE_PROCESS}"
+            if strange == here.total():
                 free = self.shuffled or self.facts.splits_batches
                 yield Finding("data order", "samples", text, position, note=True) if free else text
                 return
+            if strange and self.streams and not self.complete:
+                yield text
             of_ranks = ([one.ids for step in tape.steps for one in step.taken if one.counts] for tape in self.tapes)
             read = ([places.get(one, -1) for ids in of_rank for one in ids] for of_rank in of_ranks)
             rising = all(one < other for of_rank in read for one, other in pairwise(of_rank))

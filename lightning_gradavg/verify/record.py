@@ -87,6 +87,7 @@ class Read:
 
     batches: Sequence[Sequence[Hashable]] = ()  # the ids of each
     complete: bool = False
+    streams: bool = False
     shuffles: bool = False  # a sampler, or whatever a stream does
     chooses: bool = False  # a sampler of the user's own, which may leave out or repeat samples
     replaces: bool = False  # a sampler that does, by its nature
@@ -265,6 +266,7 @@ class _Loading:
         return Read(
             tuple(found),
             complete=0 < len(found) < most,
+            streams=streams,
             shuffles=streams or isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False)),
             chooses=chooses and not streams,
             replaces=replaces and not streams,

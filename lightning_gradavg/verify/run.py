@@ -310,6 +310,8 @@ def _environ(rank: int, world_size: int) -> dict[str, str]:
     of_rank = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
     of_world = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
     meeting = {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # the ranks meet in a file
+    # All go on when all are connected. Otherwise they say of a rank that fails at once that it cannot be reached.
+    meeting["TORCH_DIST_INIT_BARRIER"] = "1"
     return {**dict(loopback), **kept, **of_rank, **of_world, **meeting}
 
 
