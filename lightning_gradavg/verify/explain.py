@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lightning_gradavg.verify.record import Read, Refused, Tape
+from lightning_gradavg.verify.record import Id, Read, Refused, Tape
 from lightning_gradavg.verify.report import CAUSES, Finding, Report
 from lightning_gradavg.verify.twin import Build, Seen, Twin, difference, differences, flat, gap_between, multiple_of
 
@@ -46,6 +46,7 @@ _OF_STAGES = {
     "weights": "weights beside the gradient",
     "buffers": "buffers of one rank",
 }
+_OF_ONE_PROCESS = "of one process: they may be transformed at random"
 _WIRES = (torch.bfloat16, torch.float16)
 _MOST_BATCHES = 20_000  # of an epoch whose windows are looked at
 _ELEMENTS = 2048  # of a sketch; the others are sums
@@ -150,11 +151,9 @@ class _Judge:
         """Yield the first value that all ranks logged alike, as with `sync_dist`, and that differs."""
         of_steps = zip(alone.steps[:steps], *(tape.steps for tape in self.tapes), strict=False)
         for position, (mine, *of_ranks) in enumerate(of_steps):
-            of_one_batch = (step.logged.items() if len(step.taken) == 1 else () for step in of_ranks)
-            alike = dict(set.intersection(*map(set, of_one_batch)))
-            names = alike.keys() & mine.logged.keys()
+            alike = dict(set.intersection(*(set(step.logged.items()) for step in of_ranks)))
             found, expected = (
-                {name: torch.tensor([values[name]], dtype=torch.float64) for name in names}
+                {name: torch.tensor([values[name]], dtype=torch.float64) for name in alike.keys() & mine.logged.keys()}
                 for values in (alike, mine.logged)
             )
             for seen in difference(found, expected, 10 * self.tolerance, together=False)[:1]:
@@ -169,11 +168,10 @@ class _Reading:
     def __init__(self, tapes: Sequence[Tape], alone: Read) -> None:
         self.tapes, self.facts = tapes, tapes[0].facts
         reads = [alone, *(tape.read for tape in tapes)]
-        self.complete, self.chosen = all(each.complete for each in reads), any(each.chooses for each in reads)
-        self.replaces = any(each.replaces for each in reads)
-        self.shuffled = any(each.shuffles for each in reads)
+        self.traits = frozenset[str]().union(*(each.traits for each in reads))
+        self.complete, self.chosen = "goes on" not in self.traits, "chooses" in self.traits
         self.stream = [one for batch in alone.batches for one in batch]
-        self.there = Counter(self.stream)
+        self.there, self.sources = Counter(self.stream), {one[0] for one in self.stream}
         self.of_ranks = [tape.read.batches for tape in tapes]
         of_steps = zip(*(tape.steps for tape in tapes), strict=False)
         self.taken = [[one for step in steps for one in step.taken if one.counts] for steps in of_steps]
@@ -191,10 +189,6 @@ class _Reading:
         yield from self.lengths()
         yield from self.coverage()
         yield from self.order()
-
-    def repeats(self, read: Counter[Hashable]) -> int:
-        """Return how many times more the samples of one process are read than by it."""
-        return sum(max(0, count - self.there[one]) for one, count in read.items() if one in self.there)
 
     def lengths(self) -> Iterator[str]:
         """Yield a remark on a window beyond the steps in which not every micro-batch counts as its samples do."""
@@ -217,22 +211,32 @@ class _Reading:
                 )
                 return
 
+    def strange(self, samples: Counter[Id]) -> int:
+        """Return how many of these samples one process has not; of a data set it has all or none."""
+        return sum(number for one, number in samples.items() if one[0] not in self.sources)
+
     def coverage(self) -> Iterator[Finding | str]:
-        """Yield what is said of samples that an epoch never reads, or reads more than once."""
+        """Yield what is said of samples that an epoch never reads, or reads more than once, or that are strange."""
         here = Counter(one for batches in self.of_ranks for batch in batches for one in batch)
         dropped = sum(max(map(len, batches), default=0) for batches in self.of_ranks)  # what drop_last leaves out
-        total, more = self.there.total(), self.repeats(here)
-        missing = total - (here.total() - more)
-        more *= not self.facts.splits_batches
-        if self.replaces or not self.complete or (missing <= dropped and not more):
+        total, splits, surplus = self.there.total(), self.facts.splits_batches, here - self.there
+        strange, beyond = self.strange(here), sum(surplus[one] for one in surplus.keys() - self.there.keys())
+        missing, more = (self.there - here).total() - beyond, (surplus.total() - beyond) * (not splits)
+        if "replaces" in self.traits or not self.complete:
+            return
+        least = dropped * ("drops a last batch" in self.traits)
+        if least < strange and (strange < here.total() or (missing < 0 and not splits)):
+            yield f"{strange} of the {here.total()} samples of an epoch are none of the {total} {_OF_ONE_PROCESS}"
+        if missing <= dropped and not more:
             return
         if self.chosen:
             yield f"by a sampler of your own, the ranks leave out {missing} samples of one process and add {more}"
         elif missing > dropped:
             yield Finding("unread samples", "samples", f"{missing} of the {total} samples of an epoch are never read")
         else:
-            first = [taken for taken, epoch in zip(self.taken, self.epochs, strict=False) if epoch == self.epochs[0]]
-            within = self.repeats(Counter(one for taken in first for each in taken for one in each.ids))
+            steps, first = zip(self.taken, self.epochs, strict=False), self.epochs[0]
+            read = Counter(one for taken, epoch in steps if epoch == first for each in taken for one in each.ids)
+            within = (read - self.there).keys() & self.there.keys()
             cause, text = "padding", f"{more} samples of an epoch are read twice, to fill the ranks"
             if more >= total:
                 cause, text = "duplicated stream", "every rank reads all samples of an epoch"
@@ -248,16 +252,19 @@ class _Reading:
                 return
             if here == there:
                 continue
-            if not self.there.keys() & here.keys():
-                text = "no sample is one that one process reads: they may be transformed at random"
-                free = self.shuffled or self.facts.splits_batches
+            strange = self.strange(here)
+            text = f"{strange} of the {here.total()} samples of the step are none of those {_OF_ONE_PROCESS}"
+            if strange == here.total():
+                free = "shuffles" in self.traits or self.facts.splits_batches
                 yield Finding("data order", "samples", text, position, note=True) if free else text
                 return
+            if strange and not self.complete:
+                yield text
             of_ranks = ([one.ids for step in tape.steps for one in step.taken if one.counts] for tape in self.tapes)
             read = ([places.get(one, -1) for ids in of_rank for one in ids] for of_rank in of_ranks)
             rising = all(one < other for of_rank in read for one, other in pairwise(of_rank))
             text = f"{(here & there).total()} of the {here.total()} samples of the step are those of one process there"
-            yield Finding("data order", "samples", text, position, note=self.shuffled or rising)
+            yield Finding("data order", "samples", text, position, note="shuffles" in self.traits or rising)
             return
 
 
@@ -323,18 +330,17 @@ def _in_words(factor: float | None) -> str:
 
 def _of_parts(known: _Evidence) -> tuple[str, str]:
     """Return why a gradient that is a combination of its parts is the wrong one."""
-    losses = torch.tensor([[one.loss for one in known.taken], known.losses], dtype=torch.float64)
-    ratios = losses[0] / losses[1]
-    if bool(((ratios - 1).abs() > known.near)[ratios.isfinite()].any()):
-        text = f"{known.multiple}; the ranks' losses are {_listed(ratios)} x those of the same samples on one process"
-        if all(math.isclose(ratio * known.world_size, 1, rel_tol=1e-4) for ratio in ratios):
-            return "double division", text
-        if gap_between(known.target, ratios / len(ratios) @ known.rows) <= known.near:
-            return "hand-compensated loss", f'{text}; with it `reduction="mean"` is right'
-        return "hand-compensated loss" if all(
-            known.equals(ratio, float(ratios[0])) for ratio in ratios
-        ) else "unexplained", text
-    return _of_combinations(known) or _changed(known) or ("unexplained", known.multiple)
+    losses, on_one = torch.tensor([[one.loss for one in known.taken], known.losses], dtype=torch.float64)
+    ratios = losses / on_one
+    if not bool(((ratios - 1).abs() > known.near)[ratios.isfinite()].any()):
+        return _of_combinations(known) or _changed(known) or ("unexplained", known.multiple)
+    text = f"{known.multiple}; the ranks' losses are {_listed(ratios)} x those of the same samples on one process"
+    if torch.allclose(ratios * known.world_size, torch.ones_like(ratios), rtol=1e-4, atol=0.0):
+        return "double division", text
+    if gap_between(known.target, ratios / len(ratios) @ known.rows) <= known.near:
+        return "hand-compensated loss", f'{text}; with it `reduction="mean"` is right'
+    alike = torch.allclose(ratios, ratios[0], rtol=known.near, atol=0.0)
+    return "hand-compensated loss" if alike else "unexplained", text
 
 
 def _of_combinations(known: _Evidence) -> tuple[str, str] | None:

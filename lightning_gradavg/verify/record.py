@@ -40,7 +40,10 @@ from lightning_gradavg.rules import RULES, Rule
 from lightning_gradavg.tree import batch_samples, bits
 from lightning_gradavg.verify.draws import Draws
 
-__all__ = ["Read", "Recorder", "Refused", "Step", "Taken", "Tape", "Tensors", "loss_of", "sketch"]
+__all__ = ["Id", "Read", "Recorder", "Refused", "Step", "Taken", "Tape", "Tensors", "loss_of", "sketch"]
+
+Id: TypeAlias = tuple[Hashable, ...]
+"""A sample: a data set and the index there; of a stream a digest."""
 
 Tensors: TypeAlias = dict[str, Tensor]
 """Sketches by the name of their parameter, buffer, option or value."""
@@ -85,11 +88,8 @@ def _pattern(size: int, half: int) -> tuple[Tensor, Tensor]:
 class Read:
     """What one pass over the training data reads on this rank."""
 
-    batches: Sequence[Sequence[Hashable]] = ()  # the ids of each
-    complete: bool = False
-    shuffles: bool = False  # a sampler, or whatever a stream does
-    chooses: bool = False  # a sampler of the user's own, which may leave out or repeat samples
-    replaces: bool = False  # a sampler that does, by its nature
+    batches: Sequence[Sequence[Id]] = ()  # the ids of each
+    traits: frozenset[str] = frozenset({"goes on"})  # that `_Loading.read` finds
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Taken:
     """One micro-batch on one rank."""
 
     samples: Sequence[bytes] = ()  # as `collate_fn` was given them
-    ids: Sequence[Hashable] = ()  # of the samples: equal on all processes
+    ids: Sequence[Id] = ()  # of the samples: equal on all processes
     size: int = 1
     why: str = _UNMADE  # its samples are not known
     keys: Sequence[tuple[int, ...]] = ()  # of the samples, on one process
@@ -229,7 +229,7 @@ class _Loading:
             batch = own(samples)
             if not same_random_state(before, random_state()):
                 why = "collate_fn draws random numbers"
-            ids: Iterable[Any] = ((known, index) for index in indices) if known else map(_digest, packed)
+            ids: Iterable[Id] = ((known, index) for index in indices) if known else ((_digest(one),) for one in packed)
             self.note(batch.part if cut else batch, Taken(packed, tuple(ids), len(samples[mine]), why))
             return batch
 
@@ -244,7 +244,7 @@ class _Loading:
         """Return what a batch is made of."""
         return self._made.pop(id(batch), (batch, Taken()))[1]
 
-    def _ids(self, loader: DataLoader[Any]) -> Iterator[Sequence[Hashable]]:
+    def _ids(self, loader: DataLoader[Any]) -> Iterator[Sequence[Id]]:
         if isinstance(loader.dataset, IterableDataset):
             yield from (self.taken(batch).ids for batch in loader)
         elif known := _fingerprint(loader.dataset):
@@ -254,21 +254,22 @@ class _Loading:
     def read(self, loader: Any) -> Read:
         """Read the loader of a run once, without training; of a map-style one the indices alone."""
         sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-        streams, replaces = isinstance(loader.dataset, IterableDataset), bool(getattr(sampler, "replacement", False))
+        streams, replaces = isinstance(loader.dataset, IterableDataset), getattr(sampler, "replacement", False)
         deals = type(loader.batch_sampler).__module__.partition(".")[0] in ("torch", "builtins")
-        chooses = not (deals and isinstance(sampler, _SAMPLERS)) or replaces
         most = _MOST_SAMPLES // (loader.batch_size or 1) if streams else _MOST_BATCHES
         try:
             found = list(islice(self._ids(loader), most))
         except Exception:  # noqa: BLE001  # a loader that can be read once only
             found = []
-        return Read(
-            tuple(found),
-            complete=0 < len(found) < most,
-            shuffles=streams or isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False)),
-            chooses=chooses and not streams,
-            replaces=replaces and not streams,
-        )
+        traits = {
+            "goes on": not 0 < len(found) < most,
+            "drops a last batch": loader.drop_last,
+            "shuffles": streams or isinstance(sampler, RandomSampler) or getattr(sampler, "shuffle", False),
+            # A sampler of the user's own may leave out or repeat samples; one with replacement does.
+            "chooses": not streams and (replaces or not (deals and isinstance(sampler, _SAMPLERS))),
+            "replaces": replaces,
+        }
+        return Read(tuple(found), frozenset(name for name, there in traits.items() if there))
 
 
 class Recorder(Callback):
@@ -399,7 +400,9 @@ class Recorder(Callback):
         buffers = ((n, b) for n, b in self.module.named_buffers() if not n.endswith("num_batches_tracked"))
         self._note("weights", self.module.named_parameters())
         self._note("buffers", buffers)
-        logged = {name: float(value) for name, value in self.trainer.callback_metrics.items() if value.numel() == 1}
+        # In a window a value is that of one batch.
+        metrics = self.trainer.callback_metrics.items() if len(self.window) == 1 else ()
+        logged = {name: float(value) for name, value in metrics if value.numel() == 1}
         self.tape.steps.append(Step(self._epoch, self.window, self.moments, logged))
         self.window, self.moments = [], []
 

@@ -68,7 +68,7 @@ _LEFT_OUT: Mapping[str, tuple[type, ...]] = {
 }
 _QUIET: Mapping[str, Any] = {
     **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
-    **dict.fromkeys(("profiler", "min_epochs", "min_steps", "max_time"), None),
+    **dict.fromkeys(("precision", "profiler", "min_epochs", "min_steps", "max_time"), None),
     **dict.fromkeys(("num_nodes", "log_every_n_steps"), 1),
     **dict.fromkeys(("limit_val_batches", "num_sanity_val_steps", "fast_dev_run"), 0),
 }
@@ -188,11 +188,6 @@ class Settings:
     single: bool = False
     tolerance: float | None = None  # None for what the precision needs
 
-    @property
-    def largest_difference(self) -> float:
-        """The relative difference up to which values are equal."""
-        return self.tolerance or (1e-4 if self.single else 1e-8)
-
     def __post_init__(self) -> None:
         if Trainer.fit is _refuse:
             _refuse()
@@ -226,10 +221,8 @@ def record_run(
     recorder: Recorder, strategy: Any, options: Mapping[str, Any], module: LightningModule, data: Mapping[str, Any]
 ) -> Tape:
     """Train until all steps are recorded, and return the record of this rank."""
-    kept = {name: value for name, value in options.items() if name != "precision"}
-    kept["plugins"] = [*kept.get("plugins", ()), recorder.plugin]
-    kept["callbacks"] = [*(kept.get("callbacks") or ()), recorder]
-    trainer = Trainer(strategy=strategy, **kept)
+    ours = {"plugins": [*options["plugins"], recorder.plugin], "callbacks": [*options["callbacks"], recorder]}
+    trainer = Trainer(**{**options, **ours, "strategy": strategy})
     with recorder.watching(module):
         trainer.fit(module, **data)
     return recorder.tape
@@ -242,7 +235,7 @@ def verify_target(target: Target, settings: Settings, ignore: Sequence[str] = ()
     quiet_options(target.options, settings.accelerator)  # a wrong one is refused before any process starts
     with tempfile.TemporaryDirectory(prefix="gradavg-verify-") as name:
         tapes = in_processes([(_rank, (target, rank, settings, name)) for rank in range(settings.devices)])
-    how = settings.largest_difference, not settings.single, settings.accelerator
+    how = settings.tolerance or (1e-4 if settings.single else 1e-8), not settings.single, settings.accelerator
     (report,) = in_processes([(judge, (tapes, partial(target.build, settings.accelerator), *how))])
     return Report.without(report, ignore)
 
@@ -310,6 +303,8 @@ def _environ(rank: int, world_size: int) -> dict[str, str]:
     of_rank = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
     of_world = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
     meeting = {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # the ranks meet in a file
+    # All go on when all are connected. Otherwise they say of a rank that fails at once that it cannot be reached.
+    meeting["TORCH_DIST_INIT_BARRIER"] = "1"
     return {**dict(loopback), **kept, **of_rank, **of_world, **meeting}
 
 

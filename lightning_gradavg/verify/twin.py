@@ -38,8 +38,8 @@ Build: TypeAlias = Callable[[], tuple[LightningModule, dict[str, Any], dict[str,
 Group: TypeAlias = Sequence[tuple[int, int, Taken]]
 """Micro-batches that one process takes as one batch: the position in the window, the rank, and what it took."""
 
-_ALONE = {"devices": 1, "sync_batchnorm": False, "precision": None, "limit_train_batches": None, "overfit_batches": 0.0}
-"""Options of devices, types and lengths, which one process sets differently."""
+_ALONE = {"devices": 1, "sync_batchnorm": False, "limit_train_batches": None, "overfit_batches": 0.0}
+"""Options of devices and lengths, which one process sets differently."""
 
 
 class _OneProcess(SingleDeviceStrategy):

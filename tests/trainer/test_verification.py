@@ -5,22 +5,51 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from test_selection import HERE
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
 from torch.utils.data import DataLoader
 from toys import Toy
-from verify_job import ROWS
 
 from lightning_gradavg import verify
 from lightning_gradavg.cli import main
 from lightning_gradavg.verify.run import in_processes
 
-JOB, TOY = HERE / "verify_job.py", HERE.parent / "toys.py"
-DATA = ["--data", f"{JOB}:Data", "--trainer", "max_epochs=1"]
+HERE, ROWS = Path(__file__), list(torch.arange(1.0, 25.0) / 24)
+
+
+class Scaled(Toy):
+    """Takes its learning rate from what a launcher sets."""
+
+    def configure_optimizers(self) -> Any:
+        assert int(os.environ["LOCAL_RANK"]) == self.local_rank
+        return torch.optim.SGD(self.parameters(), lr=0.1 * int(os.environ["WORLD_SIZE"]))
+
+
+class Failing(Toy):
+    """Starts a process on every rank that holds a pipe open, and fails."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with Path(os.environ["PIPE"]).open("w") as pipe:
+            subprocess.Popen(["sleep", "600"], stdout=pipe)
+        raise ArithmeticError("as planted")
+
+
+class Data(LightningDataModule):
+    """Samples that are read in order by a worker, whose `collate_fn` no pickle reaches."""
+
+    def __init__(self, samples: int = 24) -> None:
+        super().__init__()
+        self.rows = ROWS[:samples]
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.rows, 4, num_workers=1, collate_fn=lambda rows: torch.stack(rows))  # noqa: PLW0108
 
 
 def verified(*arguments: object, capsys: pytest.CaptureFixture[str], code: int) -> str:
@@ -32,26 +61,16 @@ def verified(*arguments: object, capsys: pytest.CaptureFixture[str], code: int) 
     return errors if code == 2 else output
 
 
-# What is given, the exit code, and what the JSON says, in which what changes gradients comes first.
-COMMANDS: dict[str, tuple[list[str], int, dict[str, Any]]] = {
-    "a sum loss under stock DDP": (
-        [f"{TOY}:Toy", *DATA, "--init", "loss=sum", "--init", "lr=0.1"],
-        1,
-        {"causes": ["sum loss", "data order"], "world_size": 2, "steps": 1, "verdict": "different", "equal": False},
-    ),
-    "a rate and a stream that follow the variables of a launcher": (
-        [f"{JOB}:Scaled", "--data", f"{JOB}:stream", "--single"],
-        1,
-        {"causes": ["learning-rate scale"], "precision": "float32", "tolerance": 1e-4},
-    ),
-}
-
-
-@pytest.mark.parametrize(("arguments", "code", "said"), COMMANDS.values(), ids=COMMANDS)
-def test_the_command_verifies_a_module_by_name(arguments, code, said, capsys):
-    report = json.loads(verified(*arguments, "--json", capsys=capsys, code=code))
-    found = {**report, **report["stages"], "causes": [finding["cause"] for finding in report["findings"]]}
-    assert said == {name: found[name] for name in said}
+def test_the_command_verifies_a_module_by_name(capsys):
+    """A rate follows the variables of a launcher, and Lightning's sampler deals the data."""
+    options = ("--init", "loss=sum", "--strategy", "gradavg_sum", "--trainer", "max_epochs=1", "--single", "--json")
+    said = json.loads(verified(f"{HERE}:Scaled", "--data", f"{HERE}:Data", *options, capsys=capsys, code=1))
+    assert ("different", False, 2, 1) == tuple(said[name] for name in ("verdict", "equal", "world_size", "steps"))
+    assert ("float32", 1e-4) == (said["precision"], said["tolerance"])
+    assert ["learning-rate scale", "data order"] == [finding["cause"] for finding in said["findings"]]
+    assert ["note", "equal", "differs"] == [
+        said["stages"][n] for n in ("samples", "clipped gradient", "optimizer options")
+    ]
 
 
 def test_a_run_that_fails_shows_the_last_line_of_the_user(tmp_path, monkeypatch, capsys):
@@ -60,11 +79,11 @@ def test_a_run_that_fails_shows_the_last_line_of_the_user(tmp_path, monkeypatch,
     os.mkfifo(pipe)
     monkeypatch.setenv("PIPE", str(pipe))
     end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # a writer would otherwise wait for a reader
-    errors = verified(f"{JOB}:Failing", *DATA, capsys=capsys, code=2)
+    errors = verified(f"{HERE}:Failing", "--data", f"{HERE}:Data", capsys=capsys, code=2)
     shown = [line.strip() for line in errors[errors.index("gradavg verify") :].splitlines()]
     assert "failed: ArithmeticError: as planted" in shown[0]
-    number = JOB.read_text("utf-8").splitlines().index('        raise ArithmeticError("as planted")') + 1
-    assert [f"{JOB}, line {number}, in training_step", 'raise ArithmeticError("as planted")'] == shown[1:]
+    number = HERE.read_text("utf-8").splitlines().index('        raise ArithmeticError("as planted")') + 1
+    assert [f"{HERE}, line {number}, in training_step", 'raise ArithmeticError("as planted")'] == shown[1:]
     os.set_blocking(end, True)
     assert b"" == os.read(end, 1), "the end of the pipe, which only comes when nobody can write to it any more"
     os.close(end)
@@ -72,7 +91,7 @@ def test_a_run_that_fails_shows_the_last_line_of_the_user(tmp_path, monkeypatch,
 
 def test_a_wrong_target_is_one_line(capsys):
     """What only the ranks can find out is one line, too."""
-    errors = verified(f"{TOY}:Toy", capsys=capsys, code=2)
+    errors = verified(f"{HERE}:Toy", capsys=capsys, code=2)
     assert "there is no training data: give --data train.py:data" in errors.splitlines()[-1]
 
 
@@ -84,14 +103,14 @@ def test_an_instance_is_verified():
 
 def test_a_config_file_is_verified(tmp_path, monkeypatch, capsys):
     """A config of LightningCLI and options behind it are equal: code 0 and the verdict."""
-    monkeypatch.chdir(HERE)
+    monkeypatch.chdir(HERE.parent)
     of_strategy = {"split_batches": True, "reduction": "sum"}
     strategy = {"class_path": "lightning_gradavg.GradAvgStrategy", "init_args": of_strategy}
     content = {
         "seed_everything": 5,
         "trainer": {"strategy": strategy, "max_epochs": 2, "default_root_dir": str(tmp_path), "devices": 7},
         "model": {"start": 2.0},
-        "data": {"class_path": "verify_job.Data", "init_args": {"samples": 10}},
+        "data": {"class_path": "test_verification.Data", "init_args": {"samples": 10}},
     }
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(content))
@@ -99,16 +118,11 @@ def test_a_config_file_is_verified(tmp_path, monkeypatch, capsys):
     assert verified(*arguments, capsys=capsys, code=0).startswith("EQUAL: every step matches one process.")
 
 
-def test_processes_are_given_any_number_of_tensors():
+def test_the_first_process_that_fails_is_named():
     """Tensors travel by file: as arguments of a process each would take a file descriptor, of which there are few."""
     tensors = [torch.full((2,), float(index)) for index in range(600)]
-    assert [600, 3] == in_processes([(len, (tensors,)), (len, ("abc",))])
-
-
-def test_the_first_process_that_fails_is_named():
-    """One process fails: its error is the message, and the call ends."""
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 failed: ZeroDivisionError"):
-        in_processes([(len, ("abc",)), (divmod, (1, 0))])
+        in_processes([(len, (tensors,)), (divmod, (1, 0))])
     with pytest.raises(
         RuntimeError, match=r"rank 0 of 1 failed: exit code -9: see standard error, and call verify under"
     ):
