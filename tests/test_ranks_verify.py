@@ -661,7 +661,6 @@ DIFFERENT = {
     "constant term: an L2 penalty under `sum`": Run(step=penalized(summed), strategy=BY_SUM),
     "mean of means": Run(reads=UNEVEN),
     "mean of means: late in a long window": Run(reads=by_ranks((4, 4, 2), (4, 4, 4)), window=3),
-    "mean of means: a short last batch in a window": shared(reads=plain(28), window=2),
     "mean of means: over tokens": Run(step=masked),
     "mean of means: over tokens of padded texts, with weights": shared(words, TOKENS, texts),
     "mean of means: a moving average of the loss in an attribute": Run(step=by_average),

@@ -237,7 +237,6 @@ def test_the_pages_say_what_the_code_knows(capsys):
         (["torch.nn:Linear", "--accelerator", "tpu"], "2 ranks need as many devices of type 'tpu', and torch finds 0"),
         (["torch.nn:Linear", "--strategy", "fsdp"], "gradients of whole models.*got FSDPStrategy"),
         (["torch.nn:Linear", "--strategy", "adhoc"], "strategy='adhoc' is not registered. It has .*gradavg"),
-        (["torch.nn:Linear", "--ignore", "dropout"], "'dropout'.*sum loss"),
         (["--explain", "sum los"], "invalid choice: 'sum los'"),
     ],
 )

@@ -277,7 +277,7 @@ class Recorder(Callback):
 
     def __init__(self, steps: int, *, double: bool = True, reads: bool = True) -> None:
         self.most, self._reads = steps, reads
-        self.given: Any = None  # the loader that is read at the end, if any
+        self.given: Any = None  # the user's loader, if it is read at the end
         self.loading, self.mode = _Loading(), Draws(double=double)
         self.tape = Tape(shared=self.mode.shared, collectives=self.mode.collectives)
         self.window: list[Taken] = []
@@ -322,7 +322,7 @@ class Recorder(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note how the run is set up, and what it starts from."""
         self.trainer, self.module = trainer, pl_module
-        self.given = user_loader(trainer.train_dataloader) if self._reads else self.given
+        self.given = user_loader(trainer.train_dataloader) if self._reads else None
         for config in trainer.lr_scheduler_configs:
             config.strict = False  # nothing is validated, and a plateau may be watched on that
         self.tape.rank, self.tape.facts = trainer.global_rank, _facts_of(trainer)

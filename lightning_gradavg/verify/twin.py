@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, groupby, repeat, zip_longest
 from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
@@ -26,7 +27,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gradavg.loaders import Shows
+from lightning_gradavg.loaders import LoaderWrapper
 from lightning_gradavg.verify.record import Recorder, Refused, Taken, Tape, Tensors, loss_of
 from lightning_gradavg.verify.report import Difference
 
@@ -95,15 +96,15 @@ def _world_of_one() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class _TakenAgain(Shows):
+class _TakenAgain(LoaderWrapper):
     """Stands for the user's loader, whose attributes it has, and reads what the ranks took."""
 
-    def __init__(self, loader: Any, batches: Callable[[], Iterator[Any]], length: float) -> None:
-        super().__init__(loader)
+    def __init__(self, loader: Any, batches: Callable[[Any], Iterator[Any]], length: float) -> None:
+        super().__init__(loader, read=loader, shown=loader, shared=False)
         self._batches, self._length = batches, length
 
     def __iter__(self) -> Iterator[Any]:
-        return self._batches()
+        return self._batches(self.loader)
 
     def __len__(self) -> int:
         if not math.isfinite(self._length):
@@ -144,12 +145,11 @@ class Twin:
 
     def run(self, steps: Sequence[Sequence[Group]] = ()) -> Tape:
         """Train on groups, which are the micro-batches of each step; without any on all, and read an epoch, too."""
-        reads = not steps
         of_run, facts = self.tapes[0].steps, self.tapes[0].facts
+        recorder = Recorder(len(steps or of_run), double=self.double, reads=not steps)
         steps = steps or [[self.taken(position)] for position in range(len(of_run))]
         module, data, options = self.build()
         window = max(map(len, steps))
-        recorder = Recorder(len(steps), double=self.double, reads=False)
 
         def epoch(loader: Any) -> Iterator[Any]:
             """Yield the batches of an epoch, and the last again for a run that ended within it."""
@@ -161,10 +161,8 @@ class Twin:
                 batch = loader.collate_fn([pickle.loads(packed) for *_, one in group for packed in one.samples])
                 yield recorder.loading.note(batch, Taken(size=len(keys), why="", keys=keys))
 
-        def stand_in(given: Any) -> Any:
-            recorder.given = given if reads else None
-            return _TakenAgain(given, lambda: epoch(given), facts.epoch_batches / facts.accumulation * window)
-
+        length = facts.epoch_batches / facts.accumulation * window
+        stand_in: Callable[[Any], Any] = partial(_TakenAgain, batches=epoch, length=length)
         strategy = _OneProcess(torch.device(self.device))
         strategy.recorder, strategy.rule = recorder, facts.rule.name
         callbacks = [one for one in options["callbacks"] if not isinstance(one, GradientAccumulationScheduler)]
