@@ -53,10 +53,10 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_modules_of_the_folder_are_found(capsys):
     """The module of a config is that of the folder where the command runs, and arguments are not warned of."""
     with pytest.raises(SystemExit) as ended:
-        main([*FIT.split(), "--model.hidden=7", "--print_config"])
+        main([*FIT.split(), "--model=net_of_fit.py:Net", "--model.hidden=7", "--print_config"])
     assert ended.value.code == 0
     printed = yaml.safe_load(capsys.readouterr().out)
-    assert {"hidden": 7} == printed["model"]["init_args"]
+    assert {"class_path": "net_of_fit.Net", "init_args": {"hidden": 7}} == printed["model"]
     assert ["pytest", "some", "arguments"] == sys.argv
 
 
