@@ -12,6 +12,7 @@ import torch
 from data_parallel import Model, Options, assert_same_run, fit, parallel, single
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from torch import nn
 
 SIZES = [8, 8, 8, 8, 5]  # the last of which leaves one of 4 ranks without samples
 
@@ -26,6 +27,21 @@ class Net(Model):
         optimizer = super().configure_optimizers()
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "frequency": 2}}
+
+
+class Spectral(Net):
+    """Every forward in training moves the buffers that the weights follow from."""
+
+    normalize: Any = staticmethod(nn.utils.parametrizations.spectral_norm)
+
+    def build(self) -> nn.Module:
+        net: Any = super().build()
+        self.normalize(net[0])
+        return net
+
+
+class OldSpectral(Spectral):
+    normalize = staticmethod(nn.utils.spectral_norm)
 
 
 class LBFGS(Net):
@@ -79,8 +95,10 @@ def seen(kind: type[Net], strategy: Options, folder: str, stop: int | None = Non
 
 RUNS: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "hooks, logs, schedulers, averages": (Net, {}),
+    "spectral norm": (Spectral, {}),
     "windows of 2": (Net, {"accumulate_grad_batches": 2}),
     "windows of 4, a short last one": (Net, {"accumulate_grad_batches": 4}),
+    "the old spectral norm": (OldSpectral, {}),
     "LBFGS": (LBFGS, {}),
     "gradients that are kept": (Keeps, {}),
     "should_stop": (Net, {"stop": 3, "min_epochs": 0}),
