@@ -469,7 +469,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        for part in (self._replicas, self._evaluation):
+        for part in (self._evaluation, self._replicas):  # in reverse, as both replace methods of metrics
             part.on_evaluation_end()
 
     on_test_end = on_predict_end = on_validation_end

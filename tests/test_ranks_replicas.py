@@ -84,7 +84,7 @@ class Logs(Model):
 
 
 class LogsLists(Logs):
-    """Has a metric that the ranks' replicas must update equally often."""
+    """Has a metric that ranks update as often as they have replicas."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -111,7 +111,7 @@ class LogsOfAll(Logs):
     ("kind", "strategy", "sizes"),
     [
         (Logs, parallel(), (2, 3, 4)),
-        (LogsLists, parallel(2), (2, 3)),
+        (LogsLists, parallel(), (2, 3)),
         (LogsOfAll, parallel(None), (2, 4)),
     ],
 )

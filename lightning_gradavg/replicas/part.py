@@ -19,15 +19,17 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_gradavg.batches.chunks import Chunk
 from lightning_gradavg.batches.part import Batches, ReplicaSlice, SplitBatches
+from lightning_gradavg.evaluation.logged import gathers_lists
 from lightning_gradavg.lightning_internals import leave_batch_norm_alone
 from lightning_gradavg.methods import logged_as, replaced
 from lightning_gradavg.options import Options
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.random_state import random_state, restore_random_state, seeded
-from lightning_gradavg.reduction.gather import losses_weighed
+from lightning_gradavg.reduction.gather import losses_weighed, require_allowed
 from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.reduction.weights import sparse_weights
 from lightning_gradavg.replicas.batch_norm import count_rows, synchronized_batch_norm
@@ -229,11 +231,17 @@ class Replicas(OneForward):
             self._replaced.enter_context(logged_as(self.run.module, of_whole_run))
 
     def on_evaluation_end(self) -> None:
-        """Put `log` back, and have the batch norm of one device normalize over all ranks."""
+        """Put `log` back, and serve what takes the samples of all ranks: batch norm of one device, and metrics."""
         self._replaced.close()
-        run = self.run
-        if self._options.one_device and run.model is not None and run.world.size > 1:
-            self._replaced.enter_context(synchronized_batch_norm(run.world))
+        run, enter = self.run, self._replaced.enter_context
+        if run.model is None or run.world.size == 1:
+            return
+        if self._options.one_device:
+            enter(synchronized_batch_norm(run.world))
+        # Of as many updates as there are pieces, ranks have lists of different lengths.
+        for metric in run.module.modules() if self._in_pieces else ():
+            if isinstance(metric, Metric) and metric.process_group is None:
+                enter(gathers_lists(metric, run.world, _within_a_piece))
 
     def describe(self) -> str:
         """Return the run that is reproduced, and its replicas."""
@@ -252,6 +260,12 @@ class Replicas(OneForward):
 
 def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _within_a_piece() -> bool:
+    """Raise where ranks run what is reduced now different numbers of times; leave nothing out."""
+    require_allowed()
+    return False
 
 
 _APART = (
