@@ -76,13 +76,8 @@ class Step(nn.Module):
         return self.module.training_step(*args)
 
 
-def joined(*outputs: Any) -> Any:
-    """Return the outputs of all replicas as one, in any structure."""
-
-    def rows(*leaves: Any) -> Any:
-        return None if leaves[0] is None else torch.cat([torch.atleast_1d(torch.as_tensor(leaf)) for leaf in leaves])
-
-    return tree_map(rows, *outputs)
+def side_by_side(*leaves: Any) -> Any:
+    return None if leaves[0] is None else torch.cat([torch.atleast_1d(torch.as_tensor(leaf)) for leaf in leaves])
 
 
 def train(module: Any, batches: Iterable[Any], replicas: int, *, epochs: int = 1, accumulate: int = 1) -> Run:
@@ -103,7 +98,7 @@ def train(module: Any, batches: Iterable[Any], replicas: int, *, epochs: int = 1
                     outputs.append(functional_call(step, buffers, (part, batch_idx)))
                 sizes.append(len(rows))
             if hasattr(module, "training_step_end"):
-                outputs, sizes = [module.training_step_end(joined(*outputs))], [len(batch[0])]
+                outputs, sizes = [module.training_step_end(tree_map(side_by_side, *outputs))], [len(batch[0])]
             terms = by_name(outputs, sizes)
             for name, found in terms.items():
                 window[name] += found
@@ -320,14 +315,7 @@ class Numbers(Rows):
 
 
 MODELS: dict[str, type[Model]] = {
-    "cnn": CNN,
-    "by hand": ByHand,
-    "text": Text,
-    "sparse": Sparse,
-    "masked": Masked,
-    "terms": Terms,
-    "rows": Rows,
-    "numbers": Numbers,
+    each.__name__.lower(): each for each in (CNN, ByHand, Text, Sparse, Masked, Terms, Rows, Numbers)
 }
 
 
@@ -353,7 +341,6 @@ def fit(
     dtype: torch.dtype = torch.float64,
     *,
     load: Options | None = None,
-    make: Callable[..., Trainer] = make_trainer,
     callbacks: Sequence[Callback] = (),
     resumed: str | None = None,
     **options: Any,
@@ -365,7 +352,7 @@ def fit(
     if strategy is None:
         trainer = Trainer(**STOCK, enable_progress_bar=False, enable_model_summary=False, **options)
     else:
-        trainer = make(GradAvgStrategy(**strategy), **options)
+        trainer = make_trainer(GradAvgStrategy(**strategy), **options)
     trainer.fit(model, ckpt_path=resumed)
     return observer.run.end(model, trainer.callback_metrics)
 
