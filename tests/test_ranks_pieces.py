@@ -12,7 +12,10 @@ import torch
 from data_parallel import Model, Options, assert_same_run, fit, parallel, single
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
-from torch import nn
+from ranks import make_trainer
+from torch import Tensor, nn
+
+from lightning_gradavg import GradAvgStrategy
 
 SIZES = [8, 8, 8, 8, 5]  # the last of which leaves one of 4 ranks without samples
 
@@ -64,7 +67,7 @@ class Seen(ProgressBar):
 
     def __init__(self, stop: int | None) -> None:
         super().__init__()
-        self.stop, self.average = stop, dict[str, torch.Tensor]()
+        self.stop, self.average = stop, dict[str, Tensor]()
         self.steps: list[tuple[Any, ...]] = []
         self.outputs: list[tuple[float, float, list[Any]]] = []
 
@@ -96,14 +99,11 @@ def seen(kind: type[Net], strategy: Options, folder: str, stop: int | None = Non
 RUNS: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "hooks, logs, schedulers, averages": (Net, {}),
     "spectral norm": (Spectral, {}),
-    "windows of 2": (Net, {"accumulate_grad_batches": 2}),
-    "windows of 4, a short last one": (Net, {"accumulate_grad_batches": 4}),
-    "the old spectral norm": (OldSpectral, {}),
+    "windows of 2, gradients that are kept": (Keeps, {"accumulate_grad_batches": 2}),
+    "windows of 4, a short last one, clipping": (Net, {"accumulate_grad_batches": 4, "gradient_clip_val": 0.05}),
+    "the old spectral norm, a part of the batches": (OldSpectral, {"limit_train_batches": 0.5}),
     "LBFGS": (LBFGS, {}),
-    "gradients that are kept": (Keeps, {}),
     "should_stop": (Net, {"stop": 3, "min_epochs": 0}),
-    "clipping": (Net, {"gradient_clip_val": 0.05}),
-    "a part of the batches": (Net, {"limit_train_batches": 0.5}),
     "bucket views, unused": (Net, {"of_strategy": {"gradient_as_bucket_view": True, "find_unused_parameters": True}}),
 }
 IN_PIECES = {
@@ -133,3 +133,17 @@ def test_lightning_counts_loader_batches(world, tmp_path, name, pieces):
             losses, counts, of_ranks = zip(*parts, strict=True)
             assert (samples, rows) == (sum(counts), [row for part in of_ranks for row in part])
             assert pytest.approx(loss, rel=1e-12) == sum(losses)
+
+
+def patched() -> tuple[list[int], bool]:
+    """Body: the calls of methods that a user has put on the instance, and whether they are still there."""
+    module = Model()
+    mine = {name: Mock(wraps=getattr(module, name)) for name in ("training_step", "log")}
+    vars(module).update(mine)
+    make_trainer(GradAvgStrategy(**parallel()), max_epochs=1).fit(module, module.loader([8], times=3))
+    return [each.call_count for each in mine.values()], mine.items() <= vars(module).items()
+
+
+def test_patched_methods_are_called_and_put_back(world):
+    """In 3 steps of 2 replicas each, which log once."""
+    assert [([6, 3], True)] * 2 == world(2).run(patched)
