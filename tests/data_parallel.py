@@ -213,25 +213,6 @@ class ByHand(CNN):
         return loss
 
 
-class Text(Model):
-    """A language model whose weight is its number of tokens, of which some samples have none."""
-
-    def build(self) -> nn.Module:
-        layer = nn.TransformerEncoderLayer(16, 2, 33, dropout=0.1, batch_first=True)
-        encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-        return nn.Sequential(nn.Embedding(11, 16), encoder, nn.Linear(16, 11))
-
-    def data(self) -> tuple[Tensor, Tensor]:
-        tokens, lengths = (16 * self.draw(8)).long() % 11, (4 + 3 * self.draw(1)).long()
-        return tokens[:, :-1], torch.where(torch.arange(7) < lengths, tokens[:, 1:], -100)
-
-    def loss_of(self, x: Tensor, y: Tensor) -> Any:
-        return nn.functional.cross_entropy(self(x).flatten(0, 1), y.flatten())
-
-    def weight_of(self, x: Tensor, y: Tensor) -> Any:
-        return (y >= 0).sum()
-
-
 class Sparse(Model):
     """An embedding with sparse gradients."""
 
@@ -315,7 +296,7 @@ class Numbers(Rows):
 
 
 MODELS: dict[str, type[Model]] = {
-    each.__name__.lower(): each for each in (CNN, ByHand, Text, Sparse, Masked, Terms, Rows, Numbers)
+    each.__name__.lower(): each for each in (CNN, ByHand, Sparse, Masked, Terms, Rows, Numbers)
 }
 
 

@@ -25,7 +25,7 @@ class Place(NamedTuple):
     world_size: int
 
 
-OWN_LOSSES, OF_ALL = ["cnn", "text", "masked", "sparse"], ["rows", "numbers"]
+OWN_LOSSES, OF_ALL = ["cnn", "masked", "sparse"], ["rows", "numbers"]
 PLACES = [Place(4, 1), Place(4, 2), Place(4, 3), Place(4, 4), Place(3, 4)]
 WINDOWS = [1, 2, 3]  # of 20 loader batches, so that the last window of 3 is a short one
 
@@ -67,7 +67,7 @@ BITS: dict[str, Any] = {"reproducible": True}
     ("name", "place", "accumulate", "options"),
     [
         ("cnn", Place(4, 3), 1, {"dtype": torch.float32}),
-        ("text", Place(4, 3), 1, {"dtype": torch.float32}),
+        ("masked", Place(4, 3), 1, {"dtype": torch.float32}),
         ("cnn", Place(4, 3), 1, {"equivalent_to": None, "split_batches": True}),
         ("cnn", Place(4, 2), 3, BITS),
         ("masked", Place(3, 1), 2, BITS),

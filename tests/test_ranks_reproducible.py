@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from data_parallel import CNN, Masked, Model, Sparse, Text, fit
+from data_parallel import CNN, Masked, Model, Sparse, fit
 from grids import grid
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback
@@ -69,14 +69,14 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "replicas", "asked"), grid([Masked, CNN, Text], [*RANKS], [*ASKED]))
+@pytest.mark.parametrize(("kind", "replicas", "asked"), grid([Masked, CNN], [*RANKS], [*ASKED]))
 def test_same_bits(world, kind, replicas, asked):
     """Training leaves the same bits on any number of ranks, on one node and on several."""
     assert_same_bits(world, RANKS[replicas], kind, bits(replicas), **ASKED[asked])
 
 
 SERVED: dict[str, tuple[type[Model], dict[str, Any], dict[str, Any]]] = {
-    "workers": (Text, {}, {"load": {"num_workers": 1}}),
+    "workers": (Model, {}, {"load": {"num_workers": 1}}),
     "bucket views": (Masked, {"gradient_as_bucket_view": True}, {"accumulate_grad_batches": 3}),
     "unused parameters": (Sometimes, {"find_unused_parameters": True}, {}),
     "unfrozen parameters": (Unfrozen, {}, {}),
@@ -84,7 +84,7 @@ SERVED: dict[str, tuple[type[Model], dict[str, Any], dict[str, Any]]] = {
     "sparse gradients": (Sparse, {}, {"accumulate_grad_batches": 2}),
     "weights without an exact sum": (Masked, {}, {"dtype": torch.float64}),
     "sum": (Model, {"reduction": "sum"}, {"gradient_clip_val": 0.5}),
-    "normalized_sum": (Text, {"reduction": "normalized_sum"}, {}),
+    "normalized_sum": (Masked, {"reduction": "normalized_sum"}, {}),
     "bf16-true": (Model, {}, {"precision": "bf16-true"}),
     "bf16-mixed": (CNN, {}, {"precision": "bf16-mixed"}),
 }
