@@ -103,7 +103,7 @@ class Script(Model):
 class Even(Script):
     """No batch is short; if the sampler is asked for one more after the last, it draws from its generator again."""
 
-    samples, generator = 32, property(lambda _: torch.Generator().manual_seed(1))  # type: ignore[assignment]  # anew
+    samples, generator = 32, property(lambda _: torch.Generator().manual_seed(1))  # anew
 
 
 class OfNorm(Script):
