@@ -43,8 +43,7 @@ from lightning_gradavg.rates.scaling import ScaleFunction
 from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.gather import require_allowed
 from lightning_gradavg.reduction.reduction import Reduction
-from lightning_gradavg.replicas.part import Replicas
-from lightning_gradavg.replicas.pieces import Pieces, Step
+from lightning_gradavg.replicas.part import OneForward, Replicas, Step
 from lightning_gradavg.report.part import Reports
 from lightning_gradavg.report.report import StepReport
 from lightning_gradavg.reproducible.part import FixedArithmetic
@@ -183,15 +182,15 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         self._ddp_kwargs = options_of_ddp(ddp_options)
         self._options, self._plain, self._log_hyperparams = options, plain(given), log_hyperparams
         self._reports = Reports(crosses_ranks=options.replicated, facts=self._facts_of_step)
-        static = bool(ddp_options.get("static_graph"))
-        self._replicas = (Replicas if options.replicated else Pieces)(options, static_graph=static)
+        runs_pieces, static = options.replicated or max_device_batch_size, bool(ddp_options.get("static_graph"))
+        self._replicas = (Replicas if runs_pieces else OneForward)(options, static_graph=static)
         replicas = num_replicas or 1
         self._reduction = (partial(TreeReduction, replicas=replicas) if reproducible else Reduction)(
             options.rule,
             CommHook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper),
             nonfinite=nonfinite,
             in_pieces=options.in_pieces,
-            on_reduced=self._replicas.end_step if options.replicated else None,
+            on_reduced=self._replicas.end_step if isinstance(self._replicas, Replicas) else None,
         )
         self._batches = SplitBatches(options) if options.split_batches else Batches()
         self._rates = Rates(
@@ -470,7 +469,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        for part in (self._replicas, self._evaluation):
+        for part in (self._evaluation, self._replicas):  # in reverse, as both replace methods of metrics
             part.on_evaluation_end()
 
     on_test_end = on_predict_end = on_validation_end

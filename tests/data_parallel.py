@@ -76,13 +76,8 @@ class Step(nn.Module):
         return self.module.training_step(*args)
 
 
-def joined(*outputs: Any) -> Any:
-    """Return the outputs of all replicas as one, in any structure."""
-
-    def rows(*leaves: Any) -> Any:
-        return None if leaves[0] is None else torch.cat([torch.atleast_1d(torch.as_tensor(leaf)) for leaf in leaves])
-
-    return tree_map(rows, *outputs)
+def side_by_side(*leaves: Any) -> Any:
+    return None if leaves[0] is None else torch.cat([torch.atleast_1d(torch.as_tensor(leaf)) for leaf in leaves])
 
 
 def train(module: Any, batches: Iterable[Any], replicas: int, *, epochs: int = 1, accumulate: int = 1) -> Run:
@@ -103,7 +98,7 @@ def train(module: Any, batches: Iterable[Any], replicas: int, *, epochs: int = 1
                     outputs.append(functional_call(step, buffers, (part, batch_idx)))
                 sizes.append(len(rows))
             if hasattr(module, "training_step_end"):
-                outputs, sizes = [module.training_step_end(joined(*outputs))], [len(batch[0])]
+                outputs, sizes = [module.training_step_end(tree_map(side_by_side, *outputs))], [len(batch[0])]
             terms = by_name(outputs, sizes)
             for name, found in terms.items():
                 window[name] += found
@@ -218,25 +213,6 @@ class ByHand(CNN):
         return loss
 
 
-class Text(Model):
-    """A language model whose weight is its number of tokens, of which some samples have none."""
-
-    def build(self) -> nn.Module:
-        layer = nn.TransformerEncoderLayer(16, 2, 33, dropout=0.1, batch_first=True)
-        encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-        return nn.Sequential(nn.Embedding(11, 16), encoder, nn.Linear(16, 11))
-
-    def data(self) -> tuple[Tensor, Tensor]:
-        tokens, lengths = (16 * self.draw(8)).long() % 11, (4 + 3 * self.draw(1)).long()
-        return tokens[:, :-1], torch.where(torch.arange(7) < lengths, tokens[:, 1:], -100)
-
-    def loss_of(self, x: Tensor, y: Tensor) -> Any:
-        return nn.functional.cross_entropy(self(x).flatten(0, 1), y.flatten())
-
-    def weight_of(self, x: Tensor, y: Tensor) -> Any:
-        return (y >= 0).sum()
-
-
 class Sparse(Model):
     """An embedding with sparse gradients."""
 
@@ -320,14 +296,7 @@ class Numbers(Rows):
 
 
 MODELS: dict[str, type[Model]] = {
-    "cnn": CNN,
-    "by hand": ByHand,
-    "text": Text,
-    "sparse": Sparse,
-    "masked": Masked,
-    "terms": Terms,
-    "rows": Rows,
-    "numbers": Numbers,
+    each.__name__.lower(): each for each in (CNN, ByHand, Sparse, Masked, Terms, Rows, Numbers)
 }
 
 

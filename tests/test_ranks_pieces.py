@@ -12,6 +12,10 @@ import torch
 from data_parallel import Model, Options, assert_same_run, fit, parallel, single
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from ranks import make_trainer
+from torch import Tensor, nn
+
+from lightning_gradavg import GradAvgStrategy
 
 SIZES = [8, 8, 8, 8, 5]  # the last of which leaves one of 4 ranks without samples
 
@@ -26,6 +30,21 @@ class Net(Model):
         optimizer = super().configure_optimizers()
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "frequency": 2}}
+
+
+class Spectral(Net):
+    """Every forward in training moves the buffers that the weights follow from."""
+
+    normalize: Any = staticmethod(nn.utils.parametrizations.spectral_norm)
+
+    def build(self) -> nn.Module:
+        net: Any = super().build()
+        self.normalize(net[0])
+        return net
+
+
+class OldSpectral(Spectral):
+    normalize = staticmethod(nn.utils.spectral_norm)
 
 
 class LBFGS(Net):
@@ -48,7 +67,7 @@ class Seen(ProgressBar):
 
     def __init__(self, stop: int | None) -> None:
         super().__init__()
-        self.stop, self.average = stop, dict[str, torch.Tensor]()
+        self.stop, self.average = stop, dict[str, Tensor]()
         self.steps: list[tuple[Any, ...]] = []
         self.outputs: list[tuple[float, float, list[Any]]] = []
 
@@ -79,13 +98,12 @@ def seen(kind: type[Net], strategy: Options, folder: str, stop: int | None = Non
 
 RUNS: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "hooks, logs, schedulers, averages": (Net, {}),
-    "windows of 2": (Net, {"accumulate_grad_batches": 2}),
-    "windows of 4, a short last one": (Net, {"accumulate_grad_batches": 4}),
+    "spectral norm": (Spectral, {}),
+    "windows of 2, gradients that are kept": (Keeps, {"accumulate_grad_batches": 2}),
+    "windows of 4, a short last one, clipping": (Net, {"accumulate_grad_batches": 4, "gradient_clip_val": 0.05}),
+    "the old spectral norm, a part of the batches": (OldSpectral, {"limit_train_batches": 0.5}),
     "LBFGS": (LBFGS, {}),
-    "gradients that are kept": (Keeps, {}),
     "should_stop": (Net, {"stop": 3, "min_epochs": 0}),
-    "clipping": (Net, {"gradient_clip_val": 0.05}),
-    "a part of the batches": (Net, {"limit_train_batches": 0.5}),
     "bucket views, unused": (Net, {"of_strategy": {"gradient_as_bucket_view": True, "find_unused_parameters": True}}),
 }
 IN_PIECES = {
@@ -115,3 +133,17 @@ def test_lightning_counts_loader_batches(world, tmp_path, name, pieces):
             losses, counts, of_ranks = zip(*parts, strict=True)
             assert (samples, rows) == (sum(counts), [row for part in of_ranks for row in part])
             assert pytest.approx(loss, rel=1e-12) == sum(losses)
+
+
+def patched() -> tuple[list[int], bool]:
+    """Body: the calls of methods that a user has put on the instance, and whether they are still there."""
+    module = Model()
+    mine = {name: Mock(wraps=getattr(module, name)) for name in ("training_step", "log")}
+    vars(module).update(mine)
+    make_trainer(GradAvgStrategy(**parallel()), max_epochs=1).fit(module, module.loader([8], times=3))
+    return [each.call_count for each in mine.values()], mine.items() <= vars(module).items()
+
+
+def test_patched_methods_are_called_and_put_back(world):
+    """In 3 steps of 2 replicas each, which log once."""
+    assert [([6, 3], True)] * 2 == world(2).run(patched)

@@ -5,114 +5,146 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
-from data_parallel import Run, assert_same_run, fit, parallel, single
-from lightning.pytorch import LightningModule, seed_everything
+from data_parallel import SAMPLES, SEED, Model, Run, assert_same_run, fit, parallel, single
+from lightning.pytorch import seed_everything
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
-from torchmetrics.classification import MulticlassAccuracy
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric, Metric
+from torchmetrics.utilities import dim_zero_cat
 
-from examples.demo import digits, text
+from lightning_gradavg import GradAvgStrategy
 
 
-class Digits(digits.DigitsClassifier):
-    """The digits example, with its metrics logged in every way; loads batches of 64, and a short one."""
+class Lists(Metric):
+    """Keeps the rows of every update, concatenated over the ranks, and as one entry per update, which are not."""
 
-    samples = 453
+    full_state_update = False
+    rows: list[Tensor]
+    entries: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("rows", default=[], dist_reduce_fx="cat")
+        self.add_state("entries", default=[], dist_reduce_fx=None)
+
+    def update(self, rows: Tensor) -> None:
+        self.rows.append(rows)
+        self.entries.append(rows.sum().reshape(1))
+
+    def compute(self) -> Tensor:
+        return dim_zero_cat(self.rows).sum() + 1000 * torch.cat(self.entries).sum()
+
+
+class Script(Model):
+    """Logs values and metrics in every way, by a `log` of its own; its learning rate follows what validation logs."""
+
+    samples, generator = SAMPLES, None
 
     def __init__(self, dtype: torch.dtype) -> None:
-        seed_everything(0, verbose=False)  # the order of the samples is drawn after the weights
-        super().__init__()
-        metrics = {f"{stage}_accuracy": MulticlassAccuracy(10, average="micro") for stage in ("train", "val")}
-        self.metrics = nn.ModuleDict(metrics)
-
-    def load(self, start: int, stop: int, **options: Any) -> Any:
-        data = digits.DigitsData()
-        data.setup("fit")
-        return DataLoader(data.samples[start:stop], 64, collate_fn=digits.collate, **options)
+        super().__init__(dtype)
+        seed_everything(SEED, verbose=False)  # the order of the samples is drawn after the weights
+        self.net = self.build().to(dtype)
+        self.means, self.lists = nn.ModuleDict({"train_mean": MeanMetric(), "val_mean": MeanMetric()}), Lists()
 
     def train_dataloader(self) -> Any:
-        return self.load(0, self.samples, shuffle=True)
+        data = TensorDataset(*(leaf[: self.samples] for leaf in self.data()))
+        return DataLoader(data, 8, shuffle=True, generator=self.generator)
 
     def val_dataloader(self) -> Any:
-        return self.load(self.samples, self.samples + 133)
+        return DataLoader(TensorDataset(*self.data()), 8)
 
-    def losses(self, stage: str, batch: Any) -> Tensor:
-        """Return the loss of each sample, and log how many are right."""
-        images, labels = batch
-        scores, name = self.network(images), f"{stage}_accuracy"
-        self.metrics[name](scores, labels)
-        self.log(name, self.metrics[name], on_step=False, on_epoch=True)
-        return nn.functional.cross_entropy(scores, labels, reduction="none")
+    def log(self, name: str, value: Any, **options: Any) -> None:  # type: ignore[override]  # as users narrow it
+        super().log(f"mine/{name}", value, **options)
+
+    def losses(self, name: str, batch: Any) -> Tensor:
+        """Return the loss of each sample, and log the mean of those of an epoch."""
+        losses: Tensor = (self(batch[0]) - batch[1]).square().mean(1)
+        self.means[name](losses)
+        self.log(name, self.means[name], on_step=False, on_epoch=True)
+        return losses
+
+    def log_often(self, losses: Tensor) -> Tensor:
+        """Log what is put together in every way, several names at once, one three times, and one on one rank."""
+        loss, how = losses.mean(), {"on_step": True, "on_epoch": True}
+        for reduce in ("mean", "sum", "max", "min"):
+            self.log(reduce, getattr(losses, reduce)(), reduce_fx=reduce, sync_dist=True, **how)
+        self.log_dict({"a": loss, "b": 2 * loss}, **how)
+        for factor in (1, 2, 3):
+            self.log("often", factor * loss, on_step=False, on_epoch=True)
+        if self.trainer.is_global_zero:
+            self.log("rank_zero", 0.5, on_step=False, on_epoch=True)
+        self.log("infinite", torch.tensor(torch.inf), reduce_fx="sum", on_step=False, on_epoch=True)
+        return loss
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        losses = self.losses("train", batch)
-        for how in ("mean", "sum", "max", "min"):
-            value = getattr(losses, how)()
-            self.log(f"train_{how}", value, reduce_fx=how, on_step=True, on_epoch=True, sync_dist=True)
-        return losses.mean()
+        self.lists.update(batch[0])
+        self.log("lists", self.lists, on_step=False, on_epoch=True)
+        return self.log_often(self.losses("train_mean", batch))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        losses = self.losses("val", batch)
-        self.log("val_loss", losses.mean(), sync_dist=True)
+        losses = self.losses("val_mean", batch)
+        self.log("val", losses.mean(), sync_dist=True)
         # As of a model that is evaluated in training mode: by the statistics of the batch.
         normed = nn.functional.batch_norm(losses[:, None], None, None, training=True)
         self.log("val_normed", normed.max(), sync_dist=True)
 
+    def on_train_epoch_start(self) -> None:
+        self.log("rate", self.trainer.optimizers[0].param_groups[0]["lr"], sync_dist=True)
 
-class EvenDigits(Digits):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "mine/val"}}
+
+
+class Even(Script):
     """No batch is short; if the sampler is asked for one more after the last, it draws from its generator again."""
 
-    def train_dataloader(self) -> Any:
-        return self.load(0, 384, shuffle=True, generator=torch.Generator().manual_seed(1))
+    samples, generator = 32, property(lambda _: torch.Generator().manual_seed(1))  # anew
 
 
-class NormedDigits(Digits):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__(dtype)
-        self.network[1], self.network[4] = nn.BatchNorm2d(16), nn.BatchNorm2d(32)
+class OfNorm(Script):
+    normed = True
 
 
-class Bytes(text.ByteLanguageModel):
-    """The text example: samples of any length, and weights; it does not log."""
+class OfAll(Script):
+    """Has the loss of all outputs."""
 
-    log: Any = Mock()
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = self.losses("train_mean", batch)
+        called = isinstance(self.trainer.strategy, GradAvgStrategy)  # Lightning 2 ignores what follows
+        return losses if called else self.training_step_end(losses)
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        seed_everything(0, verbose=False)
-        super().__init__()
-
-    def train_dataloader(self) -> Any:
-        data = text.DocstringData(105, 96)
-        data.setup("fit")
-        return DataLoader(data.samples[:105], 16, shuffle=True, collate_fn=text.collate)
+    def training_step_end(self, losses: Tensor) -> Tensor:
+        return self.log_often(losses)
 
 
-OPTIONS: dict[str, Any] = {"max_epochs": 2, "precision": "64-true"}
+OPTIONS: dict[str, Any] = {"max_epochs": 3, "precision": "64-true"}
 SPLIT = {"split_batches": True, "reduction": "weighted_mean", "exact_evaluation": True}
 
 
 @cache
-def stock(kind: type[LightningModule]) -> Run:
+def stock(kind: type[Script]) -> Run:
     return fit(kind, None, **OPTIONS)
 
 
+@pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist=True")
 @pytest.mark.parametrize(
     ("kind", "world_size", "strategy"),
     [
-        (NormedDigits, 1, single()),
-        (Digits, 2, single()),
-        (NormedDigits, 3, single()),
-        (Digits, 2, parallel()),
-        (Digits, 1, SPLIT),
-        (Digits, 3, SPLIT),
-        (EvenDigits, 4, {"split_batches": True, "exact_evaluation": True}),
-        (Bytes, 1, SPLIT),
-        (Bytes, 2, SPLIT),
-        (Bytes, 4, SPLIT | {"max_device_batch_size": 3}),
+        (OfNorm, 1, single()),
+        (OfNorm, 3, single()),
+        (OfAll, 3, single()),
+        (OfAll, 4, parallel(None)),
+        (Script, 2, parallel()),
+        (Script, 3, parallel()),
+        (Script, 4, single()),
+        (Script, 1, SPLIT),
+        (Script, 3, SPLIT | {"max_device_batch_size": 2}),
+        (Even, 4, {"split_batches": True, "exact_evaluation": True}),
     ],
     ids=str,
 )
@@ -120,8 +152,13 @@ def test_a_script_trains_as_in_stock_lightning(world, kind, world_size, strategy
     """Order, gradients, statistics, losses and metrics are stock Lightning's; those of one rank to the bit."""
     expected, tolerance = stock(kind), 0 if world_size == 1 else 1e-12
     runs = world(world_size).run(fit, kind, strategy, **OPTIONS)
-    assert expected.logged[-1].keys() == runs[0].logged[-1].keys()
-    if "equivalent_to" not in strategy:  # what training logs is then Lightning's mean over ranks
-        logged = [{name: one[name] for name in one if name.startswith("val")} for one in expected.logged]
-        expected = replace(expected, logged=logged)
+    last = expected.logged[-1]
+    assert last.keys() == runs[0].logged[-1].keys()
+    assert last["mine/rate"] < 0.05
+    assert {"mine/a_step", "mine/b_epoch", "mine/often", "mine/infinite", "mine/rank_zero"} < last.keys()
+    if "equivalent_to" not in strategy:  # what training logs is then Lightning's mean over ranks, or a rank's own
+        expected, *runs = (
+            replace(run, logged=[{name: one[name] for name in one if "val" in name} for one in run.logged])
+            for run in (expected, *runs)
+        )
     assert_same_run(runs, expected, tolerance)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MethodType
 from typing import Any
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -57,18 +58,17 @@ def gathers_lists(metric: Metric, world: World, alone: Callable[[], bool]) -> Ab
 
     Its own way takes lists of one length, or concatenates them, for which an empty one lacks type and shape.
     """
-    sync = getattr(metric, SYNC)
 
-    def synced(*args: Any, **kwargs: Any) -> None:
+    def synced(metric: Metric, *args: Any, **kwargs: Any) -> None:
         if alone():
             return
         lists = {name: state for name, state in metric.metric_state.items() if isinstance(state, list)}
         others = {name: how for name, how in getattr(metric, REDUCTIONS).items() if name not in lists}
         with replaced(metric, REDUCTIONS, others):
-            sync(*args, **kwargs)
+            getattr(type(metric), SYNC)(metric, *args, **kwargs)
         of_ranks = world.gather_objects(move_data_to_device(lists, "cpu")) if lists else []
         for name in lists:
             everything = [item for of_rank in of_ranks for item in of_rank[name]]
             setattr(metric, name, move_data_to_device(everything, metric.device))
 
-    return replaced(metric, SYNC, synced)
+    return replaced(metric, SYNC, MethodType(synced, metric))  # of a copy's own, where a metric is cloned

@@ -22,7 +22,7 @@ from lightning_gradavg.reduction.weights import zero_loss
 from lightning_gradavg.stand_in import reduction_name
 from lightning_gradavg.tree import leaves, mapped
 
-__all__ = ["ReplicaLog", "gather_outputs", "join_outputs", "of_whole_run"]
+__all__ = ["ReplicaLog", "gather_outputs", "join_steps", "of_whole_run"]
 
 
 def of_whole_run(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -115,10 +115,23 @@ class ReplicaLog:
         return {name: _combined(each) for name, each in parts.items()}
 
 
-def join_outputs(outputs: Sequence[Any], device: torch.device) -> Any:
-    """Return the outputs of this rank's replicas as one, with graph; as a list if they do not fit together.
+def join_steps(outputs: Sequence[Any], samples: Sequence[int], device: torch.device) -> Any:
+    """Return what a step's pieces returned as one, with the mean loss, whose backward is that of the last piece."""
+    if len(outputs) == 1:
+        return outputs[0]
+    named = [output if isinstance(output, Mapping) else {"loss": output} for output in outputs]
+    loss = named[-1]["loss"].clone()
+    with torch.no_grad():
+        total = sum(one["loss"].detach() * size for one, size in zip(named, samples, strict=True))
+        loss.copy_(total / sum(samples))
+    keys = dict.fromkeys(key for one in named for key in one if key != "loss")
+    return {key: _joined([one.get(key) for one in named], device) for key in keys} | {"loss": loss}
 
-    Tensors are concatenated along dimension 0, in any structure. A number becomes one entry per replica. None stays.
+
+def _joined(outputs: Sequence[Any], device: torch.device) -> Any:
+    """Return the outputs of this rank's pieces as one, with graph; as a list if they do not fit together.
+
+    Tensors are concatenated along dimension 0, in any structure. A number becomes one entry per piece. None stays.
     """
     try:
         rows = zip(*(_rows(output, device) for output in outputs), strict=True)

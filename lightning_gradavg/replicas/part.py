@@ -1,36 +1,54 @@
-"""Training steps run once per replica, the loss of all ranks' outputs, and evaluation as in the reproduced run.
+"""Training steps run once per replica, or per part of at most `max_device_batch_size` samples: a *piece* of a batch.
 
-What a replica computes depends neither on its rank nor on the replicas before it: each starts from the module's buffers
-and draws from its own stream. What replica 0 writes into its buffers, the module keeps.
+All backwards but that of the last piece run within `training_step`, and their gradients stay on the rank: a rank holds
+the activations of one piece at a time. Lightning sees one step, runs the last backward, and reduces the gradients of
+all. What a piece computes depends neither on its rank nor on the pieces before it: each starts from the module's
+buffers and draws from its own stream. What the first piece writes into its buffers, the module keeps.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_gradavg.batches.chunks import Chunk
-from lightning_gradavg.batches.part import ReplicaSlice
-from lightning_gradavg.lightning_internals import broadcast_from_first, buffers_of, leave_batch_norm_alone, version_of
+from lightning_gradavg.batches.part import Batches, ReplicaSlice, SplitBatches
+from lightning_gradavg.evaluation.logged import gathers_lists
+from lightning_gradavg.lightning_internals import leave_batch_norm_alone
 from lightning_gradavg.methods import logged_as, replaced
 from lightning_gradavg.options import Options
-from lightning_gradavg.part import Run, Saved
+from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.random_state import random_state, restore_random_state, seeded
+from lightning_gradavg.reduction.gather import losses_weighed, require_allowed
+from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.reduction.weights import sparse_weights
 from lightning_gradavg.replicas.batch_norm import count_rows, synchronized_batch_norm
-from lightning_gradavg.replicas.joined import gather_outputs, of_whole_run
-from lightning_gradavg.replicas.obstacles import has_step_end
-from lightning_gradavg.replicas.pieces import Pieces, Step
+from lightning_gradavg.replicas.buffers import SharedBuffers
+from lightning_gradavg.replicas.joined import ReplicaLog, gather_outputs, join_steps, of_whole_run
+from lightning_gradavg.replicas.obstacles import has_step_end, remarks, require_none
 from lightning_gradavg.stand_in import metrics_kept, uncounted
+from lightning_gradavg.tree import mapped
 
-__all__ = ["Replicas", "replica_stream"]
+__all__ = ["OneForward", "Replicas", "Step", "replica_stream"]
+
+
+class Step(NamedTuple):
+    """How a training step is run."""
+
+    forward: Callable[..., Any]
+    backward: Callable[[], None]  # of a loss that is not the step's last
+    reduction: Reduction
+    batches: Batches
 
 
 @contextmanager
@@ -56,8 +74,36 @@ def replica_stream(seed: int, step: int, replica: int, device: torch.device) -> 
             accelerator.set_rng_state(on_device)
 
 
-class Replicas(Pieces):
-    """Runs the replicas of a loader batch, each a piece, so that the number of ranks no longer matters.
+class OneForward(Part):
+    """Runs the rank's samples of a training step at once, as stock DDP does."""
+
+    def __init__(self, options: Options, *, static_graph: bool = False) -> None:
+        self._options, self._static_graph = options, static_graph
+
+    def setup(self, run: Run) -> None:
+        """Name what cannot be served, before DDP wraps the module, which has objections of its own."""
+        super().setup(run)
+        if run.trainer.state.fn == TrainerFn.FITTING:
+            require_none(run, self._options, static_graph=self._static_graph)
+            for remark in remarks(run.module, self._options, world_size=run.world.size):
+                rank_zero_warn(remark)
+
+    def num_replicas(self, world_size: int) -> int:
+        """Return the number of chunks that each loader batch is computed in."""
+        return self._options.num_replicas or world_size
+
+    def weight(self, chunk: Chunk | None) -> float | None:
+        """Return the weight of a loss that has none: the samples of its batch, None where they are not known."""
+        return None if chunk is None else chunk.samples
+
+    def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
+        """Return the output of a training step, with its loss weighed."""
+        with step.batches.training_step():
+            return step.reduction.read(step.forward(batch, *args), self.weight(step.batches.chunk))
+
+
+class Replicas(OneForward):
+    """Runs the pieces of the rank's samples, so that the number of ranks no longer matters.
 
     Of one device, a rank's samples are its replica: batch norm normalizes over those of all ranks, and what ranks write
     must be what one device would.
@@ -76,19 +122,23 @@ class Replicas(Pieces):
         super().setup(run)
 
     def configure_ddp(self, run: Run) -> None:
-        """Prepare the replicas of a run. A collective operation."""
+        """Prepare the pieces of a run. A collective operation."""
         super().configure_ddp(run)
-        # At the end of the step they are the same on all ranks.
-        run.ddp.broadcast_buffers = False
-        self._gathers = self._options.preset is not None and has_step_end(run.module)
+        options, module = self._options, run.module
+        # Of one device, ranks have written the same.
+        shares = run.world.size > 1 and not options.one_device and (options.replicated or run.ddp.broadcast_buffers)
+        self._sharing = run.world if shares else None
+        run.ddp.broadcast_buffers = False  # at the end of the step they are the same on all ranks
+        self._log = ReplicaLog(module, run.world, whole=options.preset is not None)
+        # Ranks may then run a step different numbers of times.
+        self._in_pieces = options.in_pieces(run.world.size)
+        self._buffers = SharedBuffers(module, in_pieces=self._in_pieces)
+        self._gathers = options.preset is not None and has_step_end(module)
+        self._sparse = list(sparse_weights(module).values())
         saved, self._saved_seed = self._saved_seed, None
         # Rank 0's, as unseeded ranks differ.
         own = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
         self._seed = int(run.world.from_first(own if saved is None else saved))
-        # A rank that runs the step more than once would write them as often.
-        self._parameters = dict(run.module.named_parameters()) if self._in_pieces else {}
-        self._sparse = list(sparse_weights(run.module).values())
-        self._registered = [buffers_of(module) for module in run.module.modules()]
         self.on_evaluation_end()
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
@@ -104,44 +154,39 @@ class Replicas(Pieces):
         return chunk.batch_samples if self._gathers and chunk is not None else super().weight(chunk)
 
     def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
-        """Return the output of a training step of all of this rank's replicas."""
-        self._ran, self._kept, self._buffers = False, list[Tensor](), self._buffers_now()
-        self._before = [buffer.clone() for buffer in self._buffers]
-        versions = [version_of(parameter) for parameter in self._parameters.values()]
+        """Return the output of all pieces of a training step, with the loss of the last to be run."""
+        assert isinstance(step.batches, SplitBatches)
+        pieces, outputs = step.batches.slices(batch), list[Any]()
+        self._buffers.begin_step()
         try:
-            output = super().run_step(step, batch, *args)
+            with self._log.collecting(), losses_weighed(refused=_APART) if self._in_pieces else nullcontext():
+                for index, piece in enumerate(pieces):
+                    self._buffers.begin_piece(index)
+                    outputs.append(self._run_piece(step, piece, args, last=piece is pieces[-1]))
         except BaseException:
-            self._write(self._before)
+            self._buffers.put_back()
             raise
-        self._require_shared(versions)
+        self._buffers.require_written_in_place()
         if not self.run.module.automatic_optimization:
             self.end_step()
+        return join_steps(outputs, [piece.samples for piece in pieces], self.run.device)
+
+    def _run_piece(self, step: Step, piece: ReplicaSlice, args: Any, *, last: bool) -> Any:
+        module, whole, reproducible = self.run.module, self.weight(step.batches.chunk), self._options.reproducible
+        # Kernels choose the order of sums by alignment, and a slice begins wherever the samples before it end.
+        batch = mapped(piece.batch, _copied) if reproducible else piece.batch
+        local = self.run.ddp.no_sync() if reproducible or not last else nullcontext()
+        around = self._drawing(piece)
+        if self._gathers:
+            around = replaced(module, "training_step", partial(self._run_step_end, module.training_step, piece, step))
+        self._log.samples = piece.samples
+        count_rows(counted=piece.replica is not None)
+        with local, around:
+            weight = whole if whole is None or self._gathers else piece.samples
+            output = step.reduction.read(step.forward(batch, *args), weight)
+            if not last:
+                step.backward()
         return output
-
-    def _buffers_now(self) -> list[Tensor]:
-        # Twice a step; `named_buffers` takes ten times as long.
-        return [buffer for owned in self._registered for buffer in owned.values() if buffer is not None]
-
-    def _write(self, values: Sequence[Tensor]) -> None:
-        for buffer, value in zip(self._buffers, values, strict=False):  # there may be none
-            buffer.data.copy_(value)
-
-    def _require_shared(self, versions: Sequence[int]) -> None:
-        """Raise a RuntimeError if a step has written what a rank would write once for each of its replicas."""
-        now = zip(self._parameters.items(), versions, strict=True)
-        written = [name for (name, parameter), version in now if version_of(parameter) != version]
-        if written:
-            raise RuntimeError(
-                f"training_step has written the parameters {', '.join(written)}, but it runs once per replica, and of"
-                " those a rank has several. Write parameters in on_train_batch_end."
-            )
-        own = set(map(id, self._buffers))
-        if own != set(map(id, self._buffers_now())):
-            new = [name for name, buffer in self.run.module.named_buffers() if id(buffer) not in own]
-            raise RuntimeError(
-                f"training_step has assigned or made the buffers {', '.join(new)}, or removed one: replicas share what"
-                " is written into buffers. Register them in __init__, with a tensor, and write by buffer.copy_(...)."
-            )
 
     def _stream(self, replica: int) -> AbstractContextManager[None]:
         """Draw what belongs to a replica of the loader batch, of which there were so many before."""
@@ -149,39 +194,25 @@ class Replicas(Pieces):
         return replica_stream(self._seed, index, replica, self.run.device)
 
     @contextmanager
-    def _piece(self, piece: ReplicaSlice) -> Iterator[None]:
-        """Run a replica within the context: from the buffers at the beginning of the step, with its own random numbers.
+    def _drawing(self, piece: ReplicaSlice) -> Iterator[None]:
+        """Run a piece with its own random numbers. One of no samples, which only keeps the rank busy, leaves no trace.
 
-        A backward after the context may run parts of the forward again. A piece of no samples, which only keeps the
-        rank busy, leaves no trace.
+        A backward after the context may run parts of the forward again.
         """
-        if self._ran:
-            self._kept = self._kept or [buffer.clone() for buffer in self._buffers]
-            self._write(self._before)
-        self._ran, counted = True, piece.replica is not None
-        count_rows(counted=counted)
-        stream = self._stream(-1 - self.run.world.rank if piece.replica is None else piece.replica)
-        with stream, nullcontext() if counted else uncounted(self.run.module):
+        number = -1 - self.run.world.rank if piece.replica is None else piece.replica
+        with self._stream(number), nullcontext() if piece.samples else uncounted(self.run.module):
             yield
 
-    def _as_piece(self, piece: ReplicaSlice, step: Step) -> AbstractContextManager[Any]:
-        if not self._gathers:
-            return self._piece(piece)
-        module = self.run.module
-        return replaced(module, "training_step", partial(self._run_step_end, module.training_step, piece, step))
-
     def end_step(self) -> None:
-        """Have the module's buffers be replica 0's, on all ranks; of one device, ranks have written the same."""
-        self._write(self._kept)
+        """Have the module's buffers be those of the first piece, on all ranks. A collective operation."""
+        self._buffers.end_step(self._sharing)
         count_rows(counted=True)
-        if not self._options.one_device and self.run.world.size > 1:
-            broadcast_from_first(self._buffers, self.run.world.group)
 
     def _run_step_end(self, training_step: Callable[..., Any], piece: ReplicaSlice, step: Step, *args: Any) -> Any:
         """Return what `training_step_end` makes of the outputs of all ranks, the same on every rank."""
         module, world, chunk = self.run.module, self.run.world, step.batches.chunk
         assert chunk is not None
-        with self._piece(piece):
+        with self._drawing(piece):
             output = training_step(*args)
         if not self._options.one_device or world.size > 1:
             how = {"counted": not chunk.stand_in, "numbers": not self._options.one_device}
@@ -200,17 +231,24 @@ class Replicas(Pieces):
             self._replaced.enter_context(logged_as(self.run.module, of_whole_run))
 
     def on_evaluation_end(self) -> None:
-        """Put `log` back, and have the batch norm of one device normalize over all ranks."""
+        """Put `log` back, and serve what takes the samples of all ranks: batch norm of one device, and metrics."""
         self._replaced.close()
-        if self._options.one_device and self.run.model is not None and self.run.world.size > 1:
-            self._replaced.enter_context(synchronized_batch_norm(self.run.world))
+        run, enter = self.run, self._replaced.enter_context
+        if run.model is None or run.world.size == 1:
+            return
+        if self._options.one_device:
+            enter(synchronized_batch_norm(run.world))
+        # Of as many updates as there are pieces, ranks have lists of different lengths.
+        for metric in run.module.modules() if self._in_pieces else ():
+            if isinstance(metric, Metric) and metric.process_group is None:
+                enter(gathers_lists(metric, run.world, _within_a_piece))
 
     def describe(self) -> str:
         """Return the run that is reproduced, and its replicas."""
-        preset, replicas = self._options.preset, self.num_replicas(self.run.world.size)
+        preset, replicas = self._options.preset, self._options.shaping_replicas(self.run.world.size)
         return (
             f"{f'; equivalent to {preset}' if preset else ''}"
-            f"{'' if self._options.one_device else f'; {replicas} replicas'}"
+            f"{f'; {replicas} replicas' if replicas else ''}"
             f"{', training_step_end gets all outputs' if self._gathers else ''}"
         )
 
@@ -218,3 +256,20 @@ class Replicas(Pieces):
         """Put the module's log and batch norm back."""
         count_rows(counted=True)
         self._replaced.close()
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _within_a_piece() -> bool:
+    """Raise where ranks run what is reduced now different numbers of times; leave nothing out."""
+    require_allowed()
+    return False
+
+
+_APART = (
+    "training_step gathers over the ranks, but with num_replicas above the number of ranks, or max_device_batch_size,"
+    " they run it different numbers of times, one piece after another. Use as many processes as replicas, and no"
+    " max_device_batch_size"
+)
