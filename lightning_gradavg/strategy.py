@@ -217,6 +217,9 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             self._faults,
             Termination(),
         )
+        self._evaluating = (
+            (self._replicas, self._evaluation, self._faults) if options.replicated else (self._evaluation,)
+        )
 
     def __repr__(self) -> str:
         defaults = {name: one.default for name, one in inspect.signature(GradAvgStrategy).parameters.items()}
@@ -427,7 +430,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        for part in (self._replicas, self._evaluation, self._faults):
+        for part in self._evaluating:
             part.on_evaluation_start()
 
     on_test_start = on_predict_start = on_validation_start
@@ -470,7 +473,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        for part in (self._replicas, self._evaluation):
+        for part in self._evaluating:
             part.on_evaluation_end()
 
     on_test_end = on_predict_end = on_validation_end

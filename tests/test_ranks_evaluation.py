@@ -287,7 +287,7 @@ ROWS: list[Any] = [
     ("shuffled", (7, 2), "fit", 3, {"max_epochs": 4}),
     ("indexed", (5, 2), "fit", 2, RELOADED),
     ("sampled", (8, None), "test", 2, {}),
-    *((kind, (3, 2), what, 1, {}) for kind in ("indexed", "several") for what in ("test", "predict")),
+    *((kind, (7, 2), what, 1, {}) for kind in ("shuffled", "several") for what in ("test", "predict")),
     # With return_predictions=False nothing is gathered.
     ("indexed", (10, 1), "predict", 3, {"call": {"return_predictions": False}}),
     # In full rounds a value logged with on_step=True and sync_dist=True is the mean of its round.
