@@ -200,7 +200,8 @@ class Moments(Toy):
             optimizer.zero_grad()
             self.manual_backward(self.losses(batch).mean())
             optimizer.step(lambda: self.noting.note("step", optimizer))
-            self.lr_schedulers().step()
+            if scheduler := cast(Any, self.lr_schedulers()):
+                scheduler.step()
         return None if self.how in ("none", "manual") else self.losses(batch).mean()
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
@@ -260,13 +261,20 @@ def test_the_factor_is_in_force_from_a_batch_to_the_step(world, tmp_path, how, o
         assert {name: {1.0 if name in at_rest else 2.0} for name in held} == held
 
 
+class Unscheduled(Moments):
+    """Without a scheduler, whose interval Lightning's monitor would follow."""
+
+    configure_optimizers = Toy.configure_optimizers
+
+
 def logged(manual: bool) -> Any:
     """Body: what Lightning's monitor, ours, the module and the line at the start show of a warm-up from 0.5 to 1.5."""
     memory, strategy = Memory(), GradAvgStrategy(lr_scaling="linear", base_batch_size=2, lr_warmup_steps=2)
     options = {**TRAINER, "max_epochs": 2, "log_every_n_steps": 1, "logger": memory}
     trainer = make_trainer(strategy, **options, callbacks=[LearningRateMonitor(), GradAvgMonitor(1)])
-    data: Any = DataLoader(torch.ones(6, dtype=torch.float64), batch_size=3)  # type: ignore[arg-type]  # a tensor
-    trainer.fit(Moments("manual" if manual else "sgd", Noting()), data, data)
+    samples: Any = torch.ones(6, dtype=torch.float64)
+    data = DataLoader(samples, batch_size=3)
+    trainer.fit(Unscheduled("manual" if manual else "sgd", Noting()), data, data)
     return [row for _, row in memory.rows], strategy._start_line()
 
 
