@@ -22,7 +22,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.apply_func import apply_to_collection
 from ranks import make_trainer, on_ranks
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
 from torchmetrics.utilities import dim_zero_cat
 from toys import approx
@@ -80,6 +80,11 @@ def sampled(size: int, replicas: int | None) -> Any:
     return DataLoader(data(size), sampler=sampler)
 
 
+def dropping(size: int, batch: int) -> Any:
+    sampler: Any = DistributedSampler(data(size), shuffle=False, drop_last=True)
+    return DataLoader(data(size), batch_sampler=BatchSampler(sampler, batch, drop_last=False))
+
+
 def several(size: int, batch: int) -> list[Any]:
     sets = (data(size), batch), (data(1, 100), batch), (data(size, 200), 1)
     return [DataLoader(values, batch_size=length) for values, length in sets]
@@ -111,6 +116,7 @@ LOADERS: dict[str, Callable[..., Any]] = {
     "differing": lambda size, batch: DataLoader(Stream(data(size, 100 * dist.get_rank())), batch_size=batch),
     "longer": lambda size, batch: DataLoader(data(size + dist.get_rank()), batch_size=batch),
     "sampled": sampled,
+    "dropping": dropping,
     "several": several,
     "together": lambda size, batch: CombinedLoader(several(size, batch), "min_size"),
     "told": told,
@@ -347,6 +353,7 @@ REFUSED: list[tuple[Any, ...]] = [
     ("differing", (4, 1), 2, {}, "RuntimeError", "sharded_by_rank = True"),
     ("longer", (4, 1), 2, {}, "ValueError", "4, 5 batches"),
     ("sampled", (9, 2), 2, {}, "ValueError", "yields 10 of 9 samples, for 2 replicas on 2 ranks"),
+    ("dropping", (9, 2), 2, {}, "ValueError", "yields 8 of 9 samples, for 2 replicas on 2 ranks"),
     ("sampled", (9, 3), 2, {}, "ValueError", "yields 9 of 9 samples, for 3 replicas on 2 ranks"),
 ]
 
