@@ -23,7 +23,6 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.trainer.states import RunningStage
 from torchmetrics import Metric
 
-from lightning_gradavg.arguments import raise_first
 from lightning_gradavg.evaluation.dealt import EvaluationLoader, require_each_once
 from lightning_gradavg.lightning_internals import (
     COMPUTED,
@@ -168,8 +167,11 @@ class ExactEvaluation(Evaluation):
         assert now is not None
         row = self._refused, [loader.read for loader in now.loaders], mine
         refused, reads, others = zip(*self.run.world.gather_objects(row), strict=True)
-        differ = {_DIFFERENT.format(n): len(set(of_ranks)) > 1 for n, of_ranks in enumerate(zip(*reads, strict=True))}
-        raise_first(RuntimeError, {_REFUSED: any(refused), **differ})
+        if any(refused):
+            raise RuntimeError(_REFUSED)
+        for index, of_ranks in enumerate(zip(*reads, strict=True)):
+            if len(set(of_ranks)) > 1:
+                raise RuntimeError(_DIFFERENT.format(index))
         return others
 
     def _complete(self, results: dict[str, Any]) -> None:
