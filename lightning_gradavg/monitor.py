@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
-from lightning_gradavg.arguments import as_count
+from lightning_gradavg.arguments import as_count_or_none
 from lightning_gradavg.faults.drift import SameData, require_replicas
 from lightning_gradavg.lightning_internals import TrainingLoop
 from lightning_gradavg.report.report import StepReport
@@ -57,8 +57,7 @@ class GradAvgMonitor(Callback):
         self.check_parameters_every_n_steps, self.prefix = check_parameters_every_n_steps, prefix
         self.prog_bar, self.per_rank, self.check_data = prog_bar, per_rank, check_data
         for name in ("every_n_steps", "check_parameters_every_n_steps", "fingerprint_every_n_steps"):
-            if getattr(self, name) is not None:
-                as_count(name, getattr(self, name))
+            as_count_or_none(name, getattr(self, name))
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -113,8 +112,8 @@ class GradAvgMonitor(Callback):
             module.log(name, values[name], prog_bar=True, logger=False, batch_size=1)
 
     def _values_of(self, report: StepReport) -> dict[str, float]:
-        found: dict[str, float | None] = {"loss": report.loss, "gradient_norm": report.gradient_norm}
-        found |= {"lr_scale": report.lr_scale, "global_batch_size": report.global_batch_size}
+        names = ("loss", "gradient_norm", "lr_scale", "global_batch_size")
+        found: dict[str, float | None] = {name: getattr(report, name) for name in names}
         found |= {f"lr/group_{index}": lr for index, lr in enumerate(report.learning_rates)}
         of_ranks = {"local_gradient_norm": report.local_gradient_norms}
         for term in report.terms:

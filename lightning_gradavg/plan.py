@@ -178,9 +178,9 @@ def make_plan(
         ValueError: If a number is out of range.
         TypeError: If a number is of another type.
     """
-    base_size, ranks = (
-        recipe.global_batch_size,
+    ranks, base_size = (
         as_count("nodes", nodes) * as_count("devices_per_node", devices_per_node),
+        recipe.global_batch_size,
     )
     total = base_size if global_batch_size is None else as_count("global_batch_size", global_batch_size)
     at_once = total if max_device_batch_size is None else as_count("max_device_batch_size", max_device_batch_size)

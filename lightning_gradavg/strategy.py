@@ -216,6 +216,8 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             self._faults,
             Termination(),
         )
+        whole = self._replicas, self._evaluation, self._faults
+        self._evaluating: tuple[Part, ...] = whole if isinstance(self._replicas, Replicas) else (self._evaluation,)
 
     def __repr__(self) -> str:
         defaults = {name: one.default for name, one in inspect.signature(GradAvgStrategy).parameters.items()}
@@ -426,7 +428,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        for part in (self._replicas, self._evaluation, self._faults):
+        for part in self._evaluating:
             part.on_evaluation_start()
 
     on_test_start = on_predict_start = on_validation_start
@@ -469,7 +471,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        for part in (self._evaluation, self._replicas):  # in reverse, as both replace methods of metrics
+        for part in reversed(self._evaluating):  # as both may replace methods of metrics
             part.on_evaluation_end()
 
     on_test_end = on_predict_end = on_validation_end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import product
 from statistics import fmean
@@ -12,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from grids import grid
+from hypothesis import given
+from hypothesis import strategies as st
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.strategies import DDPStrategy
@@ -25,6 +28,7 @@ from torchmetrics.utilities import dim_zero_cat
 from toys import approx
 
 from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.evaluation.dealt import EvaluationLoader
 from lightning_gradavg.ranks import World
 
 # Lightning's advice; several loggers and loops say it, and it is not what is tested.
@@ -287,7 +291,7 @@ ROWS: list[Any] = [
     ("shuffled", (7, 2), "fit", 3, {"max_epochs": 4}),
     ("indexed", (5, 2), "fit", 2, RELOADED),
     ("sampled", (8, None), "test", 2, {}),
-    *((kind, (3, 2), what, 1, {}) for kind in ("indexed", "several") for what in ("test", "predict")),
+    *((kind, (7, 2), what, 1, {}) for kind in ("shuffled", "several") for what in ("test", "predict")),
     # With return_predictions=False nothing is gathered.
     ("indexed", (10, 1), "predict", 3, {"call": {"return_predictions": False}}),
     # In full rounds a value logged with on_step=True and sync_dist=True is the mean of its round.
@@ -426,3 +430,40 @@ def test_values_are_reduced_as_in_stock():
 
     assert reduced(DDPStrategy()) == reduced(GradAvgStrategy())
     assert (torch.float64, 2.5) == reduced(GradAvgStrategy(exact_evaluation=True))[0][0]
+
+
+def wrapped(loader: Any, rank: int, size: int, count: float = math.inf) -> EvaluationLoader:
+    return EvaluationLoader(loader, World(None, rank, size), kept=False, counts=[count] * size)
+
+
+@given(
+    size=st.integers(0, 30),
+    batch=st.integers(1, 7),
+    world_size=st.integers(1, 6),
+    limit=st.just(math.inf) | st.integers(0, 9),
+)
+@pytest.mark.parametrize("make", [range, lambda size: Stream(range(size))], ids=["indexed", "streamed"])
+def test_every_batch_of_one_process_is_dealt_once(make, size, batch, world_size, limit):
+    """The ranks' batches, put into order, are those of one process; rounds are as many as with DistributedSampler."""
+    loader = DataLoader(make(size), batch_size=batch)
+    alone = [one.tolist() for one in loader][: None if limit == math.inf else limit]
+    of_ranks = [[one.tolist() for one in wrapped(loader, rank, world_size, limit)] for rank in range(world_size)]
+    rounds = range(max(map(len, of_ranks)))
+    assert alone == [of_rank[n] for n in rounds for of_rank in of_ranks if n < len(of_rank)]
+    if limit == math.inf:
+        per_rank = -(-size // world_size)
+        assert -(-per_rank // batch) == len(rounds)
+
+
+def test_the_loader_is_the_users():
+    """Type, attributes and sampler of the user's loader can be read; what Lightning sets reaches the copy only."""
+    loader = DataLoader(range(5), batch_size=2, num_workers=0)
+    ours = wrapped(loader, 1, 2, 3)
+    assert (loader.dataset, 2, loader.sampler) == (ours.dataset, ours.batch_size, ours.batch_sampler.sampler)
+    assert 2 == len(ours)
+    ours.worker_init_fn = print
+    assert (None, print) == (loader.worker_init_fn, ours._read.worker_init_fn)
+    with pytest.raises(AttributeError, match="no_such"):
+        ours.no_such  # noqa: B018  # reading it is the test
+    with pytest.raises(TypeError, match="no length"):
+        len(wrapped(Stream(range(3)), 0, 2))  # as Lightning expects of a stream

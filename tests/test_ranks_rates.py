@@ -190,6 +190,8 @@ class Moments(Toy):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
         optimizer = cast(Any, self.optimizers())
+        if self.automatic_optimization:
+            self.log("logged", optimizer.param_groups[0]["lr"])
         self.noting.note("training_step", optimizer)
         self.trainer.strategy.batch_to_device(batch)  # as a callback may do at any time
         if self.how == "raises" and batch_idx == 1:
@@ -198,7 +200,8 @@ class Moments(Toy):
             optimizer.zero_grad()
             self.manual_backward(self.losses(batch).mean())
             optimizer.step(lambda: self.noting.note("step", optimizer))
-            self.lr_schedulers().step()
+            if scheduler := cast(Any, self.lr_schedulers()):
+                scheduler.step()
         return None if self.how in ("none", "manual") else self.losses(batch).mean()
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
@@ -258,30 +261,20 @@ def test_the_factor_is_in_force_from_a_batch_to_the_step(world, tmp_path, how, o
         assert {name: {1.0 if name in at_rest else 2.0} for name in held} == held
 
 
-class Logged(Toy):
-    """Toy-Lin at 0.1 that logs its learning rate."""
+class Unscheduled(Moments):
+    """Without a scheduler, whose interval Lightning's monitor would follow."""
 
-    def __init__(self, manual: bool) -> None:
-        super().__init__(lr=0.1)
-        self.automatic_optimization = not manual
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        optimizer: Any = self.optimizers()
-        if self.automatic_optimization:
-            self.log("logged", optimizer.param_groups[0]["lr"])
-            return super().training_step(batch, batch_idx)
-        optimizer.zero_grad()
-        self.manual_backward(self.losses(batch).mean())
-        optimizer.step()
-        return None
+    configure_optimizers = Toy.configure_optimizers
 
 
 def logged(manual: bool) -> Any:
-    """Body: what Lightning's monitor, ours, the module and the line at the start show of a warm-up from 0.1 to 0.3."""
+    """Body: what Lightning's monitor, ours, the module and the line at the start show of a warm-up from 0.5 to 1.5."""
     memory, strategy = Memory(), GradAvgStrategy(lr_scaling="linear", base_batch_size=2, lr_warmup_steps=2)
     options = {**TRAINER, "max_epochs": 2, "log_every_n_steps": 1, "logger": memory}
     trainer = make_trainer(strategy, **options, callbacks=[LearningRateMonitor(), GradAvgMonitor(1)])
-    trainer.fit(Logged(manual), DataLoader(torch.ones(6, dtype=torch.float64), batch_size=3))
+    samples: Any = torch.ones(6, dtype=torch.float64)
+    data = DataLoader(samples, batch_size=3)
+    trainer.fit(Unscheduled("manual" if manual else "sgd", Noting()), data, data)
     return [row for _, row in memory.rows], strategy._start_line()
 
 
@@ -289,9 +282,9 @@ def logged(manual: bool) -> Any:
 def test_monitors_and_the_start_line_show_the_effective_rate(world, manual):
     for rows, line in world(2).run(logged, manual):
         for name in ("lr-SGD", "gradavg/lr/group_0", *([] if manual else ["logged"])):
-            expected = [0.1, 0.1, 0.2, 0.3, 0.3, 0.3] if name == "lr-SGD" else [0.1, 0.2, 0.3, 0.3]
+            expected = [0.5, 0.5, 1.0, 1.5, 1.5, 1.5] if name == "lr-SGD" else [0.5, 1.0, 1.5, 1.5]
             assert [approx(lr, 1e-6) for lr in expected] == [row[name] for row in rows if name in row], name
-        assert line.endswith("; scale 3, learning rate x 3, at first 0.3"), line
+        assert line.endswith("; scale 3, learning rate x 3, at first 1.5"), line
 
 
 class Found(Toy):

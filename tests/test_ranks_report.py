@@ -1,19 +1,25 @@
-"""What the strategy reports of single optimizer steps, in real Trainers on real ranks, with numbers known by hand."""
+"""What the strategy reports of single optimizer steps and `GradAvgMonitor` logs, with numbers known by hand."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from ranks import make_trainer
-from toys import MLP, WEIGHTED, Toy, approx, loader, same_everywhere, samples, train
+from torch import nn
+from toys import MLP, WEIGHTED, Memory, Toy, approx, loader, same_everywhere, samples, train
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, Place, Share
+from lightning_gradavg.report.part import local_gradients, squared_norm
 from lightning_gradavg.report.report import StepReport
 
 ITEM_2 = [[[1, 2, 3]], [[4]]]
@@ -70,10 +76,7 @@ def agreed(of_ranks: Sequence[Sequence[StepReport]], steps: int = 1) -> Sequence
 def test_the_report_of_uneven_batches(world):
     """Case 55: weights [3, 1], divisor 4, global norm 7.5, local norms 4.6667 and 16, and the same text on a rerun."""
     report, again = (agreed(world(2).run(observe, ITEM_2, {"kind": "s"}, WEIGHTED))[0] for _ in range(2))
-    expected = {"world_size": 2, "weights": (3, 1), "samples": (3, 1), "micro_batches": (1, 1)}
-    expected |= {"normalizer": 4, "global_batch_size": 4, "learning_rates": (0.01,)}
-    assert expected == {name: getattr(report, name) for name in expected}
-    assert (3, 1) == report.terms[0].multipliers
+    assert ((3, 1), (3, 1), 4) == (report.weights, report.samples, report.normalizer)
     assert str(again) == str(report)
     assert [
         "step 0: reduction='weighted_mean', g = sum(n * g) / sum(n), 2 ranks",
@@ -173,7 +176,7 @@ def test_several_terms(world):
         report.weights  # noqa: B018  # the property raises
 
 
-@pytest.mark.parametrize("options", [{}, {"num_replicas": 4}, {"equivalent_to": "single_device"}])
+@pytest.mark.parametrize("options", [{"num_replicas": 4}, {"equivalent_to": "single_device"}])
 def test_reference_modes(world, options):
     """Under equivalent_to= the loss and the norm are those of one process, however the replicas share the batch."""
     strategy = {"equivalent_to": "data_parallel", **options}
@@ -184,12 +187,11 @@ def test_reference_modes(world, options):
     assert {(None, None)} == {report.samples for report in reports}, "a rank's loss may reach another's samples"
 
 
-@pytest.mark.parametrize("bucket_view", [False, True])
-@pytest.mark.parametrize("strategy", [{}, WEIGHTED])
-def test_observing_changes_no_bit(world, bucket_view, strategy):
+@pytest.mark.parametrize("strategy", [{}, {"gradient_as_bucket_view": True}, WEIGHTED])
+def test_observing_changes_no_bit(world, strategy):
     """Observed training ends with the same bits as training that nobody watches, also under stock DDP's reduction."""
     data = samples(27)
-    run = train, [data[rank::3] for rank in range(3)], {}, {"gradient_as_bucket_view": bucket_view, **strategy}
+    run = train, [data[rank::3] for rank in range(3)], {}, strategy
     options = {"module": MLP, "max_epochs": 2, "accumulate_grad_batches": 2}
     alone, watched = (
         same_everywhere(world(3).run(*run, callbacks=monitors, **options)) for monitors in ([], [GradAvgMonitor(1)])
@@ -207,3 +209,137 @@ def observe_first() -> int:
 def test_a_step_asked_for_before_fit(world):
     """observe_next_step() before fit() observes the first step and no other."""
     assert [0, 0] == world(2).run(observe_first)
+
+
+def monitored(
+    per_rank: Sequence[Any], monitor: Mapping[str, Any], *run: Any, **options: Any
+) -> list[tuple[int | None, dict[str, float]]]:
+    """Body: train on each rank's own micro-batches under a monitor, and return what it logged."""
+    memory, callbacks = Memory(), [GradAvgMonitor(**monitor)]
+    train(per_rank, *run, **{"log_every_n_steps": 0, "logger": memory, "callbacks": callbacks, **options})
+    return [(step, row) for step, row in memory.rows if any(name.startswith("gradavg/") for name in row)]
+
+
+def test_every_value(world):
+    """Item 2's split."""
+    batches = [[[1, 2, 3]] * 2, [[4]] * 2]
+    options = {"every_n_steps": 1, "per_rank": True}
+    results = world(2).run(monitored, batches, options, {"kind": "s", "lr": 0.0}, WEIGHTED)
+    (first, values), (second, later) = results[0]
+    assert (0, 1) == (first, second)
+    expected = {"loss": 3.75, "normalizer": 4, "gradient_norm": 7.5}
+    expected |= {"lr_scale": 1, "lr/group_0": 0, "global_batch_size": 4}
+    for name, (mean, smallest, largest, *of_ranks) in {
+        "weight": (2, 1, 3, 3, 1),
+        "local_gradient_norm": (31 / 3, 14 / 3, 16, 14 / 3, 16),
+    }.items():
+        expected |= {f"{name}/mean": mean, f"{name}/min": smallest, f"{name}/max": largest}
+        expected |= {f"{name}/rank_{rank}": value for rank, value in enumerate(of_ranks)}
+    assert {f"gradavg/{name}": approx(value) for name, value in expected.items()} == values
+    assert values == later
+
+
+@pytest.mark.parametrize(
+    ("every", "log_every", "steps"), [(None, 3, [2, 5]), (4, 3, [3]), (None, 0, []), (1, 0, [0, 1, 2, 3, 4, 5, 6])]
+)
+def test_how_often(world, every, log_every, steps):
+    options = {"log_every_n_steps": log_every, "accumulate_grad_batches": 2}
+    batches, monitor = [[[index] for index in range(1, 15)]] * 2, {"every_n_steps": every, "check_data": False}
+    for rows in world(2).run(monitored, batches, monitor, **options):
+        assert steps == [step for step, _ in rows]
+
+
+COLLECTIVES = [(dist, "all_reduce"), (dist, "all_gather"), (dist, "all_gather_object")]
+HOOKS = [(torch.Tensor, "register_post_accumulate_grad_hook"), (torch.Tensor, "register_hook")]
+
+
+def count_work(per_rank: Sequence[Any], monitors: Sequence[GradAvgMonitor]) -> list[int]:
+    """Body: train, and return how many collectives Python started, and how many hooks it registered."""
+    with ExitStack() as stack:
+        counts = [
+            [
+                stack.enter_context(mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name)))
+                for owner, name in kind
+            ]
+            for kind in (COLLECTIVES, HOOKS)
+        ]
+        train(per_rank, callbacks=monitors)
+        return [sum(each.call_count for each in kind) for kind in counts]
+
+
+def test_steps_that_are_not_logged_do_nothing(world):
+    """A logged step costs one exchange and one hook per parameter; 12 steps with 2 of them logged cost twice that."""
+    batches, monitors = [[[index] for index in range(12)]] * 2, [GradAvgMonitor(6, check_data=False)]
+    alone, watched = (world(2).run(count_work, batches, each) for each in ([], monitors))
+    for (collectives, hooks), found in zip(alone, watched, strict=True):
+        assert [collectives + 2, hooks + 2] == found
+
+
+def shown_metrics(prog_bar: bool) -> tuple[set[str], set[str]]:
+    """Body: return the names in the progress bar and in callback_metrics."""
+    callbacks = [GradAvgMonitor(1, prefix="run", prog_bar=prog_bar)]
+    trainer = make_trainer(GradAvgStrategy(), callbacks=callbacks, max_epochs=1, use_distributed_sampler=False)
+    trainer.fit(Toy(), loader([[1 + dist.get_rank()], [2]]))
+    return {name for name in trainer.progress_bar_metrics if "/" in name}, set(trainer.callback_metrics)
+
+
+@pytest.mark.parametrize(("prog_bar", "shown"), [(True, {"run/loss", "run/gradient_norm"}), (False, set())])
+def test_the_progress_bar(world, prog_bar, shown):
+    """With prog_bar the loss and the norm are in the progress bar, and in callback_metrics always, by the prefix."""
+    for in_bar, in_callbacks in world(2).run(shown_metrics, prog_bar):
+        assert shown == in_bar
+        assert {"run/loss", "run/gradient_norm", "run/weight/min"} <= in_callbacks
+
+
+def warned_of_data(per_rank: Sequence[Sequence[float]], steps: int) -> list[str]:
+    """Body: train on these numbers of each rank, and return the warnings about them."""
+    batches = [[[number] for number in numbers] for numbers in per_rank]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        seen = train(batches, {"lr": 0.0}, callbacks=[GradAvgMonitor(1)], max_steps=steps)
+    assert steps == len(seen.gradients)
+    return [str(warning.message) for warning in caught if "same training batches" in str(warning.message)]
+
+
+def test_identical_streams_are_noticed(world):
+    """Case 40: within 3 steps, on rank 0; not those that are split by rank, or whose samples are all alike."""
+    (message,), other = world(2).run(warned_of_data, [range(40)] * 2, 3)
+    assert message.startswith("all ranks read the same training batches: every sample counts once per rank")
+    assert [] == other
+    for per_rank in ([range(0, 80, 2), range(1, 80, 2)], [[1] * 40] * 2):
+        assert [[], []] == world(2).run(warned_of_data, per_rank, 20)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64])
+def test_norms_of_every_dtype(dtype):
+    """(3, 4) beside (12,) has the squared norm 169, in float64 whatever the gradients are; none have the norm 0."""
+    total = squared_norm([torch.tensor([3, 4], dtype=dtype), None, torch.tensor([12], dtype=dtype)])
+    assert torch.float64 == total.dtype
+    assert 169 == pytest.approx(float(total), rel=1e-6)
+    assert 0 == squared_norm([None])
+
+
+def test_norms_that_need_care():
+    """The norm alone may be beyond float16's range; rows that occur twice are added before they are squared."""
+    assert 1e9 == pytest.approx(float(squared_norm([torch.full((1000,), 1000.0, dtype=torch.float16)])), rel=1e-6)
+    rows, values = torch.tensor([[1, 1, 4]]), torch.tensor([[1.0, 2], [3, 4], [5, 6]])
+    gradient = torch.sparse_coo_tensor(rows, values, (5, 2), check_invariants=True)
+    assert 16 + 36 + 25 + 36 == pytest.approx(float(squared_norm([gradient])))
+
+
+def test_what_is_accumulated_is_seen():
+    """A hook sees the gradient of the whole window, and no hook is left afterwards, not even after an error."""
+    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))
+    (used * torch.tensor([1.0, 2.0])).sum().backward()
+    (unused * 5).sum().backward()
+    with local_gradients([used, unused, nn.Parameter(torch.zeros(2))], accumulated=True) as squares:
+        (used * torch.tensor([2.0, 2.0])).sum().backward()
+        assert used.grad is not None
+        used.grad.zero_()  # as a reduction overwrites it
+    assert {used: 9 + 16, unused: 25} == {parameter: float(square) for parameter, square in squares.items()}
+
+    with pytest.raises(KeyError), local_gradients([used], accumulated=False) as later:
+        raise KeyError
+    used.sum().backward()
+    assert {} == later
+    assert 25 == squares[used]

@@ -6,37 +6,45 @@ What follows from that is done here:
 * no step runs through DDP, whose forward broadcasts buffers: all ranks take rank 0's once, at the start;
 * what is reduced or gathered within a step, such as `self.log(on_step=True, sync_dist=True)`, is refused where some
   ranks may have no batch then: at the end of the pass, where no rank waits for another;
-* before anything is computed at the end, the ranks agree on what was logged, in which order, and take over what they
-  lack with its neutral value;
+* Lightning and torchmetrics reduce what was logged key by key and state by state, in the order in which a rank has it.
+  Before that, the ranks agree on keys and order, take over what they lack with its neutral value, and gather lists of
+  any length;
 * predictions are put back into the order of the loader.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from itertools import chain
+from types import MethodType
 from typing import Any
 
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.trainer.states import RunningStage
 from torchmetrics import Metric
 
 from lightning_gradavg.evaluation.dealt import EvaluationLoader, require_each_once
-from lightning_gradavg.evaluation.logged import complete, gathers_lists
 from lightning_gradavg.lightning_internals import (
     COMPUTED,
+    REDUCTIONS,
+    SYNC,
     UPDATES,
     EvaluationPass,
     broadcast_from_first,
     injects_samplers,
     limited_batches,
+    neutral,
+    reduce_by,
     restore_evaluation_loops,
     set_injection_of_samplers,
 )
 from lightning_gradavg.loaders import distributed_sampler, is_sharded, length_of, user_loader
+from lightning_gradavg.methods import replaced
 from lightning_gradavg.part import Part, Run
+from lightning_gradavg.ranks import World
 
-__all__ = ["Evaluation", "ExactEvaluation"]
+__all__ = ["Evaluation", "ExactEvaluation", "gathers_lists"]
 
 _STAGES = {
     stage.dataloader_prefix: stage for stage in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.PREDICTING)
@@ -70,7 +78,7 @@ _DIFFERENT = (
 
 
 class ExactEvaluation(Evaluation):
-    """Evaluates each sample exactly once, on two or more ranks."""
+    """Evaluates each sample exactly once. One rank evaluates as stock Lightning does on one device."""
 
     _pass: EvaluationPass | None = None  # until its last batch
     _refused = False
@@ -78,9 +86,8 @@ class ExactEvaluation(Evaluation):
     def setup(self, run: Run) -> None:
         """Begin a run."""
         super().setup(run)
-        # One rank evaluates as in stock. On several, those with fewer batches would not take part in DDP's broadcasts.
+        # Of several ranks, those with fewer batches would not take part in DDP's broadcasts.
         self.through_ddp = run.world.size == 1
-        self._stages = {} if self.through_ddp else _STAGES
         self._injects_samplers = injects_samplers(run.trainer)
         self.prepares, self._pass = False, None
         self._put_back_options, self._put_back = ExitStack(), ExitStack()
@@ -89,9 +96,9 @@ class ExactEvaluation(Evaluation):
         """Have Lightning leave the samplers and the number of batches to us, for the loaders of a stage."""
         self._put_back_options.close()
         trainer: Any = self.run.trainer
-        self.prepares = stage in self._stages
+        self.prepares = stage in _STAGES
         if self.prepares:
-            self._stage = self._stages[stage]
+            self._stage = _STAGES[stage]
             limited = f"limit_{self._stage.dataloader_prefix}_batches"
             self._limit = getattr(trainer, limited)
             self._put_back_options.callback(setattr, trainer, limited, self._limit)
@@ -109,7 +116,7 @@ class ExactEvaluation(Evaluation):
         sampler = distributed_sampler(loader)
         if sampler is not None:
             require_each_once(sampler, world.size)
-        kept = is_sharded(loader) or sampler is not None or not self._injects_samplers
+        kept = world.size == 1 or is_sharded(loader) or sampler is not None or not self._injects_samplers
         count = limited_batches(self._stage, length_of(loader), self._limit)
         rows = world.gather_objects((kept, count))
         counts = [count for _, count in rows]
@@ -124,10 +131,10 @@ class ExactEvaluation(Evaluation):
 
     def on_evaluation_start(self) -> None:
         """Prepare one pass over the loaders. A collective operation, when Lightning's loop has set them up."""
-        if self.through_ddp:
-            return
         self._put_back_options.close()
         self.prepares = False
+        if self.through_ddp:
+            return
         now = EvaluationPass(self.run.trainer)
         if now.mode != "sequential":
             raise ValueError(
@@ -170,12 +177,26 @@ class ExactEvaluation(Evaluation):
         return others
 
     def _complete(self, results: dict[str, Any]) -> None:
-        """Have all ranks agree on what was logged, before the results are computed."""
-        complete(results, self._agreed, self.run.module)
+        """Add what other ranks logged and this one did not, and put all into one order, before it is computed."""
+        mine = {key: neutral(entry) for key, entry in results.items() if _is_of_all_ranks(entry)}
+        everything = {key: entry for of_rank in self._agreed(mine) for key, entry in of_rank.items()}
+        ordered = {key: results[key] if key in mine else self._taken_over(one) for key, one in everything.items()}
+        merged = ordered | results | ordered  # what is not of all ranks comes last
+        results.clear()
+        results.update(merged)
         for metric in self._metrics:
             if not metric.update_called:  # it warns when it is computed, although other ranks have updated it
                 self._put_back.callback(setattr, metric, UPDATES, 0)
                 setattr(metric, UPDATES, 1)
+
+    def _taken_over(self, entry: Any) -> Any:
+        """Return another rank's neutral value for this rank's results."""
+        module = self.run.module
+        reduce_by(entry, module.trainer.strategy.reduce)
+        entry.to(module.device)
+        if not entry.is_tensor:
+            entry.value = module.get_submodule(entry.meta.metric_attribute)  # Lightning logs none that it does not find
+        return entry
 
     def on_evaluation_end(self) -> None:
         """End one pass, when its results are computed. A collective operation for predictions."""
@@ -197,3 +218,31 @@ class ExactEvaluation(Evaluation):
         self._put_back_options.close()
         self._put_back.close()
         restore_evaluation_loops(self.run.trainer)
+
+
+def _is_of_all_ranks(entry: Any) -> bool:
+    # Of a group of its own, or logged by rank 0 alone, the user knows which ranks take part.
+    sync = entry.meta.sync
+    own = entry.has_reset or sync.rank_zero_only or sync.group is not None
+    return not own and (sync.should or not entry.is_tensor)
+
+
+def gathers_lists(metric: Metric, world: World, alone: Callable[[], bool]) -> AbstractContextManager[None]:
+    """Have a metric gather list states of any length, on this rank with any content; nothing where it is `alone`.
+
+    Its own way takes lists of one length, or concatenates them, for which an empty one lacks type and shape.
+    """
+
+    def synced(metric: Metric, *args: Any, **kwargs: Any) -> None:
+        if alone():
+            return
+        lists = {name: state for name, state in metric.metric_state.items() if isinstance(state, list)}
+        others = {name: how for name, how in getattr(metric, REDUCTIONS).items() if name not in lists}
+        with replaced(metric, REDUCTIONS, others):
+            getattr(type(metric), SYNC)(metric, *args, **kwargs)
+        of_ranks = world.gather_objects(move_data_to_device(lists, "cpu")) if lists else []
+        for name in lists:
+            everything = [item for of_rank in of_ranks for item in of_rank[name]]
+            setattr(metric, name, move_data_to_device(everything, metric.device))
+
+    return replaced(metric, SYNC, MethodType(synced, metric))  # of a copy's own, where a metric is cloned

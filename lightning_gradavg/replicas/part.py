@@ -23,7 +23,7 @@ from torchmetrics import Metric
 
 from lightning_gradavg.batches.chunks import Chunk
 from lightning_gradavg.batches.part import Batches, ReplicaSlice, SplitBatches
-from lightning_gradavg.evaluation.logged import gathers_lists
+from lightning_gradavg.evaluation.part import gathers_lists
 from lightning_gradavg.lightning_internals import leave_batch_norm_alone
 from lightning_gradavg.methods import logged_as, replaced
 from lightning_gradavg.options import Options
