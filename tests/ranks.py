@@ -92,7 +92,7 @@ class Ended(NamedTuple):
 
 
 class RankError(Exception):
-    """The first rank that failed, died ("ProcessDied") or did not answer ("Timeout"), with its output."""
+    """The first rank that failed or died ("ProcessDied"), with its output. One that hangs prints its stack and ends."""
 
 
 class _Reply(NamedTuple):
@@ -104,34 +104,20 @@ class _Reply(NamedTuple):
     is_lost: bool = False
 
 
-def _set_environ(environ: dict[str, str]) -> None:
-    if dict(os.environ) != environ:
-        os.environ.clear()
-        os.environ.update(environ)
-
-
-def _set_handlers(handlers: dict[int, Any]) -> None:
-    for number, handler in handlers.items():
-        if handler is not None and signal.getsignal(number) is not handler:
-            signal.signal(number, handler)
-
-
 def _set_num_threads(number: int) -> None:
     if torch.get_num_threads() != number:
         torch.set_num_threads(number)
 
 
+_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-    (lambda: dict(os.environ), _set_environ),
     (Path.cwd, os.chdir),
-    (lambda: list(sys.path), lambda value: sys.path.__setitem__(slice(None), value)),
-    (lambda: vars(rank_zero_only)["rank"], lambda value: vars(rank_zero_only).update(rank=value)),
-    (lambda: {number: signal.getsignal(number) for number in signal.valid_signals()}, _set_handlers),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (torch.get_num_threads, _set_num_threads),
+    *((functools.partial(signal.getsignal, number), functools.partial(signal.signal, number)) for number in _SIGNALS),
 ]
 """How to read and to set each process-wide setting that Lightning, torch or a test body may change."""
 
@@ -143,8 +129,10 @@ def isolated() -> Iterator[None]:
     np.random.seed(0)  # noqa: NPY002  # the generator that Lightning and users' code draw from
     torch.manual_seed(0)
     before = [read() for read, _ in _SETTINGS]
+    path, settings_of_rank_zero = mock.patch.object(sys, "path", [*sys.path]), mock.patch.dict(vars(rank_zero_only))
     try:
-        yield
+        with mock.patch.dict(os.environ), path, settings_of_rank_zero:
+            yield
     finally:
         for (_, put_back), value in zip(_SETTINGS, before, strict=True):
             put_back(value)
@@ -189,7 +177,7 @@ class RankPool:
         patience: float = GLOO_TIMEOUT,
     ) -> None:
         self.world_size, self.timeout = world_size, timeout
-        self._options = backend, prepare, timedelta(seconds=patience)
+        self._options = (timeout, patience), backend, prepare
         self._processes: list[Any] = []
         self._pipes: list[connection.Connection] = []
         self._logs: list[Path] = []
@@ -236,7 +224,7 @@ class RankPool:
     def _call(self, body: Any, args: Any, kwargs: Any, *, expecting_errors: bool = False) -> list[_Reply]:
         try:
             self._send(body, args, kwargs)
-            return self._collect(self.timeout, expecting_errors=expecting_errors)
+            return self._collect(expecting_errors=expecting_errors)
         except BaseException:
             self.close()
             raise
@@ -250,25 +238,18 @@ class RankPool:
             with contextlib.suppress(OSError):  # the rank died between two calls
                 pipe.send_bytes(request)
 
-    def _collect(self, timeout: float, *, expecting_errors: bool = False) -> list[_Reply]:
+    def _collect(self, *, expecting_errors: bool = False) -> list[_Reply]:
         """Return the replies in rank order, or raise what failed first. Of a rank that dies, others fail, too."""
         replies, failed = dict[int, _Reply](), list[int]()
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
-        deadline = time.monotonic() + timeout
-        while waiting and (ready := connection.wait(waiting, max(0.0, deadline - time.monotonic()))):
+        while waiting and (ready := connection.wait(waiting, ROOT_CAUSE_WINDOW if failed else None)):
             for pipe in ready:
                 rank = waiting.pop(pipe)  # type: ignore[call-overload]  # what was given
                 reply = replies[rank] = _received(pipe, self._processes[rank])
                 if reply.is_lost or (reply.raised and not expecting_errors):
                     failed.append(rank)
-                    deadline = min(deadline, time.monotonic() + ROOT_CAUSE_WINDOW)
-        if not failed and not waiting:
-            return [replies[rank] for rank in range(self.world_size)]
         if not failed:
-            failed = [waiting.popitem()[1]]
-            replies[failed[0]] = _Reply(raised=Raised("Timeout", f"the body did not return within {timeout:g} s"))
-            os.kill(self._processes[failed[0]].pid, signal.SIGABRT)  # faulthandler writes where it is
-            self._processes[failed[0]].join(GLOO_TIMEOUT)
+            return [replies[rank] for rank in range(self.world_size)]
         first, *_ = failed = sorted(failed, key=lambda rank: not replies[rank].is_lost)
         told = [f"rank {rank}: {': '.join(replies[rank].raised or ())}" for rank in failed]
         told += [f"rank {rank} had not answered" for rank in waiting.values()]
@@ -291,7 +272,7 @@ class RankPool:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
-        self._collect(CALL_TIMEOUT)
+        self._collect()
 
 
 def _received(pipe: connection.Connection, process: Any) -> _Reply:
@@ -333,15 +314,17 @@ def _serve(
     log: Path,
     pipe: connection.Connection,
     environ: dict[str, str],
+    timeouts: tuple[float, float],
     backend: str,
     prepare: Callable[[], Any] | None,
-    patience: timedelta,
 ) -> None:
-    """Answer calls until the pipe closes."""
+    """Answer calls until the pipe closes; `timeouts` are those of a body and of a collective, in seconds."""
+    timeout, patience = timeouts[0], timedelta(seconds=timeouts[1])
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    _set_environ(environ)
+    os.environ.clear()
+    os.environ.update(environ)
     faulthandler.enable()
     if sys.platform == "linux":
         # As outside of the fork server, of which each rank's data loaders would start one that imports everything anew.
@@ -356,11 +339,13 @@ def _serve(
         store = dist.FileStore(str(log.parent / "store"), world_size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
 
-    call = connect
+    call, limit = connect, CALL_TIMEOUT
     with contextlib.suppress(EOFError):
         while True:
+            faulthandler.dump_traceback_later(limit, exit=True)
             pipe.send_bytes(_answer(call))
-            call = functools.partial(_perform, pipe.recv_bytes())
+            faulthandler.cancel_dump_traceback_later()
+            call, limit = functools.partial(_perform, pipe.recv_bytes()), timeout
     os._exit(0)  # without the exit handlers, which would wait for the other ranks
 
 
