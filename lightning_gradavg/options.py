@@ -34,6 +34,8 @@ _REFUSED: Mapping[str, tuple[str, tuple[Any, ...], Callable[[Any], object]]] = {
         (None,),
         lambda _: True,
     ),
+    "{name}={v!r} contradicts reproducible=True, which has replicas on any number of ranks. Use"
+    f" equivalent_to='data_parallel'.{_ONE}": ("equivalent_to", (None, _DATA_PARALLEL), lambda o: o.reproducible),
     "reproducible=True needs num_replicas, the chunks of each loader batch, got None. Give a number that every"
     " number of ranks to be used divides, such as num_replicas=8.": (
         "num_replicas",

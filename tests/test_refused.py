@@ -66,7 +66,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"lr_warmup_steps": 10}, ValueError, ["lr_warmup_steps=10", "lr_scaling='none'", "Choose an lr_scaling"]),
     ({"nonfinite": "drop_rank"}, ValueError, ["'drop_rank' is not one of 'propagate', 'raise', 'skip_step'"]),
     ({**BITS, "nonfinite": "raise"}, ValueError, ["nonfinite='raise'", "reproducible=True", "Leave one"]),
-    ({**BITS, **SINGLE}, ValueError, ["equivalent_to='single_device'", "Use equivalent_to='data_parallel'"]),
+    ({"reproducible": True, **SINGLE}, ValueError, ["'single_device' contradicts", "equivalent_to='data_parallel'"]),
     ({"reproducible": True}, ValueError, ["reproducible=True needs num_replicas", "got None"]),
     ({**BITS, "static_graph": True}, ValueError, ["static_graph=True contradicts reproducible=True"]),
     ({**BITS, "ddp_comm_hook": own_rule}, ValueError, ["ddp_comm_hook=<function own_rule", "reproducible=True"]),
