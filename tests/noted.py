@@ -164,8 +164,9 @@ class Acting(Callback):
         self.reach(trainer, "validation")
 
     def on_train_epoch_end(self, trainer: Trainer, *args: Any) -> None:
-        self.reach(trainer, "batch")  # of a stream that is shorter than the limit no batch is known to be the last
-        self.reach(trainer, "end")
+        # Of a stream that is shorter than the limit no batch is known to be the last, and no validation comes.
+        for hook in ("batch", "validation", "end"):
+            self.reach(trainer, hook)
 
 
 class Noting(LightningModule):
@@ -198,10 +199,14 @@ class Noting(LightningModule):
         torch.rand(2)
 
     def on_train_epoch_start(self) -> None:
+        self.window = []  # that of a stream that is shorter than the limit may have been cut off
+        self.look()
+
+    def look(self) -> None:
         self.trainer.strategy.batch_to_device(torch.zeros(2, 1))  # a user's look at other data changes nothing
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.on_train_epoch_start()
+        self.look()
         self.window.append(([[] for _ in self.parts(batch)], torch.rand(()).item()))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

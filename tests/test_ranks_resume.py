@@ -67,6 +67,14 @@ SAVES = st.builds(lambda *place: Act("save", *place), HOOKS, st.integers(0, 1), 
     whole=False,
     options={"accumulate_grad_batches": 3},
 )
+@example(
+    order=Order("own stream", 10, 3),
+    worlds=[1, 2],
+    limits=(None, 2),
+    place=Act("save", "validation", 1),  # which never comes: the stream ends before the limit
+    whole=False,
+    options={"accumulate_grad_batches": 3, "limit_train_batches": 5, "looks": [Act("look", "start")]},
+)
 def test_what_remains_is_what_an_uninterrupted_run_trains_on(
     world, tmp_path_factory, order, worlds, limits, place, whole, options
 ):
