@@ -428,7 +428,7 @@ CASES: Sequence[Case] = [
         Case(f"without a loss, {what}", "mean", [SECOND_LOST] * 2, [2.0, 0.0, 6.0], ["automatic"], options=options)
         for what, options in (("judged", JUDGED), ("left out", SKIPPED))
     ),
-    Case("that is NaN", "mean", [[[1.0]], [[NAN]]], [NAN], OF_DDP),
+    Case("that is NaN", "mean", [[[1.0]], [[NAN]]], [NAN], (*OF_DDP, "average")),
     Case("judged", "mean", [[[1.0]]] * 2, "nonfinite='raise' checks a step before", ["manual"], options=JUDGED),
     *(
         Case(
