@@ -6,8 +6,8 @@ average over the W ranks, and the training loop divides every loss by a constant
     a window of one:   the loss carries  (w * N * W) / Z , known before its backward;
     a longer window:   each loss carries  w * lift , and the reduced gradient is multiplied by  N * W / Z / lift .
 
-On CPUs, waiting for `Z` before a backward costs up to 8 % of a small model's step. So where the two windows before had
-the same totals, a window of one assumes them, and multiplies by `Z_assumed / Z` afterwards if they differ.
+On CPUs, waiting for `Z` before a backward costs a few percent of a small model's step. So where the two windows before
+had the same totals, a window of one assumes them, and multiplies by `Z_assumed / Z` afterwards if they differ.
 
 In a longer window the totals travel during the last backward, and no rank waits for them before it. The *lift* keeps
 losses at their magnitude: a factor of 4096 tokens would overflow float16 activations where the result does not. It is
