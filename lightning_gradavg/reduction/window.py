@@ -322,7 +322,9 @@ class Window:
         if self._tally is not None and self.device.type == "cpu":
             self._known = Totals.of(self._tally.read())
             late = self._raises_late and self._assumed is None
-            self._expected = self._known if self._known == before and self.world.size > 1 else None
+            # A total of 0 tells nothing of the next one, by which nothing could be made up for.
+            steady = self._known == before and self.world.size > 1 and min(self._known.normalizers[:1]) > 0
+            self._expected = self._known if steady else None
             if not late:
                 self._checked(self._known)
         elif self._tally is not None:
