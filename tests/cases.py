@@ -268,6 +268,7 @@ SPLITS: Sequence[Mapping[str, Any]] = (
     {"equivalent_to": "data_parallel"},
     {"equivalent_to": "data_parallel", "num_replicas": 4},
 )
+UNRECORDED = "static_graph=True records the graph of the first backward"
 NO_WINDOWS = "Do not accumulate; or return one loss under reduction='mean'"
 
 CASES: Sequence[Case] = [
@@ -362,6 +363,12 @@ CASES: Sequence[Case] = [
     Case("of fewer batches on a rank", "weighted_mean", FEWER, [2.0] * 3 + [1.0] * 2, ["manual"]),
     Case("of fewer batches on a rank", "mean", FEWER, GONE_BY_HAND, ["manual"]),
     *(
+        Case(
+            "of fewer batches on a rank", root, FEWER, "have no more batches in this epoch, and reduction='root'", [way]
+        )
+        for way in ("automatic", "manual")
+    ),
+    *(
         Case(f"of {name}", rule, windows, gradients, ["automatic"], options=options)
         for name, rule, windows, gradients, options in (
             ("a rank without batch", "weighted_mean", [[], [[(2.0, 1)], [(4.0, 1)]]], [2.0, 4.0], {}),
@@ -431,6 +438,17 @@ CASES: Sequence[Case] = [
     *(
         Case(f"without a loss, {what}", "mean", [SECOND_LOST] * 2, [2.0, 0.0, 6.0], ["automatic"], options=options)
         for what, options in (("judged", JUDGED), ("left out", SKIPPED))
+    ),
+    *(
+        Case(
+            f"without a loss of a static graph {options}",
+            "mean",
+            [SECOND_LOST[1:]] * 2,
+            UNRECORDED,
+            ["automatic"],
+            options=options,
+        )
+        for options in ({"static_graph": True}, {"static_graph": True, **SKIPPED})
     ),
     Case("that is NaN", "mean", [[[1.0]], [[NAN]]], [NAN], (*OF_DDP, "average")),
     Case("judged", "mean", [[[1.0]]] * 2, "nonfinite='raise' checks a step before", ["manual"], options=JUDGED),

@@ -129,7 +129,7 @@ class Reduction(Part):
         if not self.is_manual:
             self.window.loss_divisor = self._expected
             self.window.missing = missing if self._is_mean else 0
-        counts_ranks = not self.rule.uses_weight and self.rule.name != "sum"
+        counts_ranks = self.window.depends_on_length if self.rule.uses_weight else self.rule.name != "sum"
         if missing > 0 and counts_ranks and (self.is_manual or not self._is_mean):
             raise RuntimeError(
                 f"{missing} of {self.run.world.size} ranks have no more batches in this epoch, and"
@@ -220,6 +220,11 @@ class Reduction(Part):
             raise RuntimeError(
                 "training_step returned no loss, or a loss without a graph, where the model is sharded: the other ranks"
                 ' need this one\'s backward. Return {"loss": loss, "weight": 0}, with a loss of the model\'s output.'
+            )
+        if self._reduces_first:
+            raise RuntimeError(
+                "static_graph=True records the graph of the first backward, so the first training_step must return a"
+                " loss of the model's output on every rank. Return one, or leave static_graph out."
             )
         zero = zero_loss(self._parameters, self._sparse)
         prepare_for_backward(self.run.ddp, zero)

@@ -225,6 +225,12 @@ class Window:
         return powers_of_length(self.rule, self.places)
 
     @property
+    def depends_on_length(self) -> bool:
+        """Whether a share depends on the length of its rank's window."""
+        # Without weights `Z` has as many summands as the window is long.
+        return self._powers != (0.0, 0.0 if self.rule.uses_weight else -1.0)
+
+    @property
     def _of_length(self) -> Share:
         """The factors between shares in a window of one and in this window."""
         return Share(*(self.length**power for power in self._powers)) if self.length > 1 else Share(1.0, 1.0)
@@ -305,11 +311,10 @@ class Window:
         """What must be equal on all ranks with a micro-batch that counts."""
         terms = ", ".join(map(repr, filter(None, self.terms)))
         given = any(each.explicit for each in self.micro_batches)
-        # Without weights `Z` has as many summands as the window is long.
-        free = self.length == 1 or self._powers == (0.0, 0.0 if self.rule.uses_weight else -1.0)
+        of_length = self.length > 1 and self.depends_on_length
         return (
             f"{f'the loss terms {terms}' if terms else 'one loss'}, {'a' if given else 'no'} weight given"
-            f"{'' if free else f', in a window of {self.length}, which {self.rule.name!r} depends on'}"
+            f"{f', in a window of {self.length}, which {self.rule.name!r} depends on' if of_length else ''}"
         )
 
     def totals(self) -> Totals:
