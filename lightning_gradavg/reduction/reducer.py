@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gradavg.lightning_internals import after_backward
 from lightning_gradavg.place import Place, places_on_nodes
 from lightning_gradavg.ranks import Contribution, World
-from lightning_gradavg.reduction.average import average_gradients, needs_weight
+from lightning_gradavg.reduction.average import needs_weight
 from lightning_gradavg.reduction.gather import WITHIN
 from lightning_gradavg.reduction.weights import WeighedLoss, Weights
 from lightning_gradavg.reduction.window import Accumulation
@@ -63,7 +63,6 @@ class GradAvgReducer:
         self._use(nothing, _refuse_loss)
         # Models come and go, as in cross-validation; of each, whether DDP reduces after its last forward.
         self._models: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-        self._frozen: WeakKeyDictionary[nn.Module, list[Tensor]] = WeakKeyDictionary()
 
     def register(self, model: DistributedDataParallel, *, node: int | None = None) -> None:
         """Reduce the gradients of a model by the rule from now on. A collective operation.
@@ -95,16 +94,18 @@ class GradAvgReducer:
         _, agreed = world.agree(
             "GradAvgReducer cannot reduce", lambda: Contribution(equal, node=rule.node if node is None else node)
         )
+        # Once each: models may share some.
+        parameters = dict.fromkeys(one for each in [*self._models, model] for one in each.parameters())
+        frozen = [*self._accumulation.frozen, *(one for one in model.parameters() if not one.requires_grad)]
         own = Accumulation(
             *(rule, places_on_nodes(agreed.nodes), world, next(model.parameters()).device),
-            # Once each: models may share some.
-            parameters=list(dict.fromkeys(one for each in [*self._models, model] for one in each.parameters())),
+            parameters=list(parameters),
             owned_by_user=True,
+            frozen=[one for one in frozen if one in parameters and world.size > 1],
             guards=not self._is_mean,
             compares=not self._is_mean,
             afterwards=True,
         )
-        self._frozen[model] = [each for each in model.parameters() if not each.requires_grad]
         self.watch(model, own, self._reduces_next)
 
     def watch(self, model: nn.Module, accumulation: Accumulation, ends_window: Callable[[], bool]) -> None:
@@ -187,10 +188,7 @@ class GradAvgReducer:
 
         def end() -> None:
             self._models.update(dict.fromkeys(self._models, False))
-            # Parameters that were frozen when DDP was built are in none of its buckets.
-            unfrozen = [each for frozen in self._frozen.values() for each in frozen if each.requires_grad]
-            if accumulation.reduce() and unfrozen and accumulation.world.size > 1:
-                average_gradients(unfrozen, group=accumulation.world.group)
+            accumulation.reduce()
             accumulation.end()
 
         after_backward(end, accumulation.abandon)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lightning_gradavg.lightning_internals import flushes_static_graph, stored
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import by_value
-from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.weights import WHOLE_LOSS, MicroBatch, WeighedLoss, Weights, sparse_weights, zero_loss
 from lightning_gradavg.reduction.window import Accumulation
@@ -62,7 +61,6 @@ class Reduction(Part):
         self.pending: WeighedLoss | None = None  # whose backward comes next
         self._terms: tuple[str, ...] = (WHOLE_LOSS,)
         self._holding = self._lost = self._pieces = self._reduces_first = False
-        self._frozen: list[nn.Parameter] = []
         self._parameters: list[nn.Parameter] = []
         self._sparse: dict[int, Tensor] = {}
         self._losses: list[Tensor | None] = []  # of the window, under `nonfinite`
@@ -72,9 +70,7 @@ class Reduction(Part):
         model, manual, named = run.ddp, self.is_manual, dict(run.ddp.module.named_parameters())
         self._refuse(run, [name for name in named if {name, f".{name}"} & model.parameters_to_ignore])
         self._parameters, self._sparse = list(named.values()), sparse_weights(model)
-        if run.world.size > 1:
-            reduced = named.keys() - model.parameters_to_ignore
-            self._frozen = [one for name, one in named.items() if not one.requires_grad and name in reduced]
+        reduced = named.keys() - model.parameters_to_ignore if run.world.size > 1 else ()
         # An assertion of torch's reducer fails unless the very first backward of a static graph is reduced.
         self._reduces_first = model.static_graph
         self._pieces = self._in_pieces(run.world.size)
@@ -83,6 +79,7 @@ class Reduction(Part):
             *(self.rule, run.places, run.world, run.device),
             parameters=self._parameters,
             owned_by_user=manual,
+            frozen=[one for name, one in named.items() if not one.requires_grad and name in reduced],
             mask=self._hook.register(run, self.rule),
             compares=self.judges or (manual and not self._is_mean),
             afterwards=manual or self._pieces or half,
@@ -263,9 +260,6 @@ class Reduction(Part):
         if self.judges and self._is_left_out():
             self._leave_out()
             return True
-        # Parameters that were frozen when DDP was built are in none of its buckets.
-        if unfrozen := [parameter for parameter in self._frozen if parameter.requires_grad]:
-            average_gradients(unfrozen)
         if self._lost:
             self._require_lost()
         return False

@@ -34,6 +34,7 @@ from lightning_gradavg.device import Tally, on_device
 from lightning_gradavg.lightning_internals import scale_each, stored, version_of
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World
+from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.reduction.weights import (
     ALWAYS_OR_NEVER,
     MOST_TERMS,
@@ -379,8 +380,9 @@ class Accumulation(Window):
     """A window with the gradients that it computed, and no others.
 
     With `owned_by_user`, as in manual optimization and in your own loop, gradients may exist before the window and may
-    change within it. Autograd accumulates into `leaves`, by default the parameters. With `guards`, gradients of other
-    backwards are an error. On an accelerator, `mask` masks gradients by weights that the host has not read.
+    change within it. Autograd accumulates into `leaves`, by default the parameters. The engine does not know those that
+    were `frozen` when it was built. With `guards`, gradients of other backwards are an error. On an accelerator, `mask`
+    masks gradients by weights that the host has not read.
     """
 
     _stopped: float | None = None  # the factor of a term that doesn't count
@@ -391,6 +393,7 @@ class Accumulation(Window):
         parameters: Sequence[nn.Parameter],
         owned_by_user: bool,
         leaves: Sequence[nn.Parameter] = (),
+        frozen: Sequence[nn.Parameter] = (),
         guards: bool = False,
         mask: Callable[[MicroBatch], None] | None = None,
         compares: bool = False,
@@ -398,7 +401,7 @@ class Accumulation(Window):
     ) -> None:
         super().__init__(*numbers, compares=compares, afterwards=afterwards)
         self.parameters, self._leaves = list(parameters), leaves or list(parameters)
-        self._owned_by_user, self._mask = owned_by_user, mask
+        self.frozen, self._owned_by_user, self._mask = frozen, owned_by_user, mask
         self._before: list[Tensor | None] = []  # gradients from before the window
         self._left: list[tuple[Tensor | None, int]] = []  # gradients that the user may change, and their versions
         self._trained: list[bool] = []
@@ -564,6 +567,8 @@ class Accumulation(Window):
             if isinstance(factor, Tensor) or factor != 1:
                 trained = (parameter.grad for parameter in self.parameters if parameter.requires_grad)
                 self._scale([gradient for gradient in trained if gradient is not None], factor)
+            if unfrozen := [parameter for parameter in self.frozen if parameter.requires_grad]:
+                average_gradients(unfrozen, group=self.world.group)
         return True
 
     def _scale(self, gradients: Sequence[Tensor], factor: Any) -> None:
