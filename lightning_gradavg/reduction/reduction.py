@@ -126,13 +126,16 @@ class Reduction(Part):
         if not self.is_manual:
             self.window.loss_divisor = self._expected
             self.window.missing = missing if self._is_mean else 0
-        counts_ranks = self.window.depends_on_length if self.rule.uses_weight else self.rule.name != "sum"
-        if missing > 0 and counts_ranks and (self.is_manual or not self._is_mean):
+        if missing > 0 and (self.is_manual or not self._is_mean) and self._counts_ranks:
             raise RuntimeError(
                 f"{missing} of {self.run.world.size} ranks have no more batches in this epoch, and"
                 f" reduction={self.rule.name!r} counts ranks{' in manual optimization' * self._is_mean}. Use"
                 " reduction='weighted_mean', which counts samples, or give all ranks the same number of batches."
             )
+
+    @property
+    def _counts_ranks(self) -> bool:
+        return self.window.depends_on_length if self.rule.uses_weight else self.rule.name != "sum"
 
     def read(self, output: Any, samples: float | None) -> Any:
         """Return a training step's output with a weighed loss; `samples` as in `Weights.read`."""
