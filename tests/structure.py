@@ -1,35 +1,49 @@
-"""How the package is built: its size and its journeys, which docs/architecture.md states.
+"""How the package is built: its size, and its journeys through the files, which docs/architecture.md states.
 
-`python -m tests.structure` prints files, lines and branches per folder, and how often control goes from one file of the
-package into another on the journeys of `journeys.py`. `--no-journeys` leaves those out, which start two processes.
+`python tests/structure.py` prints files, lines and branches per folder, and how often control goes from one file of the
+package into another on each journey of rank 0 of 2.
 
 - A *line of code* holds something other than a comment, a blank, or a docstring (a string that is a statement).
 - A *branch* is an `if`, a conditional expression, a `for`, a `while`, a `try`, a chain of `and` or of `or`, a condition
   of a comprehension, or a `case`.
+- A *call* is a Python function of the package that begins, or a generator that goes on. It is *between files* if the
+  innermost function of the package below it on the stack, if any, is in another file. Gloo's threads are not seen.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import importlib
-import importlib.util
+import gc
 import io
+import os
 import sys
 import tokenize
+import warnings
 from collections import Counter
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
-__all__ = ["ROOT", "sizes"]
+import torch
+from lightning.pytorch import Callback
+from ranks import RankPool, make_trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+from toys import WEIGHTED, Toy
 
-SPEC = importlib.util.find_spec("lightning_gradavg")
-assert SPEC is not None
-assert SPEC.origin is not None
-ROOT = Path(SPEC.origin).parent  # the sources, or the installed wheel where that is what is tested
+import lightning_gradavg
+from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.hooks import bfloat16
+
+__all__ = ["JOURNEYS", "ROOT", "sizes", "travelled"]
+
+ROOT = Path(lightning_gradavg.__file__).parent  # the sources, or the installed wheel where that is what is tested
 
 _BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.BoolOp, ast.match_case)
 _NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-COLUMNS = ("files", "lines", "code", "branches")  # a last one are the branches per 100 lines of code
 
 
 def size_of(source: str) -> Counter[str]:
@@ -53,26 +67,127 @@ def sizes() -> dict[str, Counter[str]]:
     return {**found, "all": sum(found.values(), Counter())}
 
 
+Arrow = tuple[str, str, str]
+"""A call between files: from where ("outside" where no file of the package calls), to where, and the function."""
+
+ARROWS: list[Arrow] = []
+"""The arrows of this process, which sees one journey at a time."""
+
+
+def file_of(frame: FrameType | None) -> str:
+    """Return the file of the package in which a frame is, or else the first one below it on the stack."""
+    while frame and not frame.f_code.co_filename.startswith(f"{ROOT}{os.sep}"):
+        frame = frame.f_back
+    return os.path.relpath(frame.f_code.co_filename, ROOT) if frame else "outside"
+
+
+def look(frame: FrameType, event: str, _: object) -> None:
+    """Keep a call between files."""
+    if event == "call" and frame.f_code.co_filename.startswith(f"{ROOT}{os.sep}"):
+        source, target = file_of(frame.f_back), file_of(frame)
+        ARROWS.extend([(source, target, frame.f_code.co_name)] if source != target else ())
+
+
+def start() -> None:
+    ARROWS.clear()
+    gc.disable()  # what an earlier run left would end within the journey
+    sys.setprofile(look)
+
+
+def stop() -> None:
+    sys.setprofile(None)
+    gc.enable()
+
+
+LAST = 3
+"""The batch that is looked at: the fourth, when DDP has formed its buckets and nothing is made for the first time."""
+
+
+class Net(Toy):
+    """A weight, and batches for all that is looked at."""
+
+    def __init__(self) -> None:
+        super().__init__(weight=lambda batch, batch_idx: len(batch), dtype=torch.float32)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("value", self.losses(batch).mean())
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        data: Any = torch.arange(96.0)
+        return DataLoader(data, batch_size=4)
+
+    val_dataloader = train_dataloader
+
+
+class LossToGradient(Net):
+    """From the loss of a batch to the gradient that the optimizer gets."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        found = super().training_step(batch, batch_idx)
+        if batch_idx == LAST:
+            start()
+        return found
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        stop()
+
+
+def between(first: tuple[str, int | None], last: tuple[str, int | None]) -> Callback:
+    """Return a callback that looks from one hook of a batch to another; without an index, of any or of none."""
+    callback = Callback()
+    for (hook, index), act in ((first, start), (last, stop)):
+        setattr(callback, hook, lambda *args, index=index, act=act: act() if index in (None, args[-1]) else None)
+    return callback
+
+
+ONE_STEP = ("on_train_batch_start", LAST), ("on_train_batch_end", LAST)
+ONE_CHUNK = ("on_train_batch_end", LAST - 1), ("on_train_batch_start", None)
+EVALUATION = ("on_validation_start", None), ("on_validation_end", None)
+
+
+SCALED = {**WEIGHTED, "lr_scaling": "linear", "base_batch_size": 2, "lr_warmup_steps": 3}
+REPLICAS = {"equivalent_to": "data_parallel", "num_replicas": 4}
+# Of each: options of `GradAvgStrategy`, the module, from which hook to which, and the method of the Trainer.
+JOURNEYS: Mapping[str, tuple[dict[str, Any], type[Net], Any, str]] = {
+    "loss and weight to reduced gradient": (WEIGHTED, LossToGradient, None, "fit"),
+    "fetched batch to this rank's chunk": ({**WEIGHTED, "split_batches": True}, Net, ONE_CHUNK, "fit"),
+    "step with learning-rate scaling": (SCALED, Net, ONE_STEP, "fit"),
+    "value logged in 3 batches of exact evaluation": ({"exact_evaluation": True}, Net, EVALUATION, "validate"),
+    "step with the bfloat16 hook": ({**WEIGHTED, "ddp_comm_hook": bfloat16}, Net, ONE_STEP, "fit"),
+    "data_parallel with 4 replicas": (REPLICAS, Net, ONE_STEP, "fit"),
+}
+
+
+def travelled(name: str) -> list[Arrow]:
+    """Body: go on a journey, and return what was seen on this rank."""
+    options, module, looks, run = JOURNEYS[name]
+    callbacks = [between(*looks)] if looks else []
+    trainer = make_trainer(GradAvgStrategy(**options), max_epochs=1, callbacks=callbacks, limit_val_batches=6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            getattr(trainer, run)(module())
+        finally:
+            stop()
+    return list(ARROWS)
+
+
 def main() -> None:
     """Print the figures."""
-    parser = argparse.ArgumentParser(prog="python -m tests.structure", description="How the package is built.")
-    parser.add_argument("--no-journeys", action="store_true", help="leave out what starts processes")
+    parser = argparse.ArgumentParser(description="How the package is built.")
     parser.add_argument("--arrows", metavar="NAME", help="print every call between files on this journey instead")
     given = parser.parse_args()
     if given.arrows is None:
-        _print("folder", *COLUMNS, "per 100")
+        _print("folder", "files", "lines", "code", "branches", "per 100")
         for folder, size in sizes().items():
-            _print(folder, *(size[column] for column in COLUMNS), f"{100 * size['branches'] / size['code']:.1f}")
-    if given.no_journeys:
-        return
-    # The ranks import test modules by their own names.
-    sys.path.insert(0, str(Path(__file__).parent))
-    journeys = importlib.import_module("journeys")
+            _print(folder, *size.values(), f"{100 * size['branches'] / size['code']:.1f}")
     _print("\njourney on rank 0 of 2", "files", "calls")
-    for name, arrows in journeys.travel([given.arrows] if given.arrows else journeys.JOURNEYS):
-        for arrow in arrows if given.arrows else ():
-            _print(*arrow)
-        _print(name, len({target for _, target, _ in arrows}), len(arrows))
+    with closing(RankPool(2)) as pool:
+        for name in [given.arrows] if given.arrows else JOURNEYS:
+            arrows = pool.run(travelled, name)[0]
+            for arrow in arrows if given.arrows else ():
+                _print(*arrow)
+            _print(name, len({target for _, target, _ in arrows}), len(arrows))
 
 
 def _print(name: object, *cells: object) -> None:

@@ -349,7 +349,7 @@ PATHS: Mapping[str, Path] = {
 }
 
 STREAMS_OR_KERNELS = re.compile("static_graph|sparse|mixed")
-SAME_CODE = re.compile("sum|mean_of|bucket_view|by_node$|by_node_bfloat16")
+SAME_CODE = re.compile(r"sum|mean_of|bucket_view|by_node$|by_node_bfloat16|stock.*windows")
 SIMULATED = [name for name in PATHS if not (STREAMS_OR_KERNELS.search(name) or SAME_CODE.search(name))]
 """What the simulated device can do, less what runs the code of other paths."""
 

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from journeys import JOURNEYS, travelled
 from lightning.pytorch.strategies import StrategyRegistry
 from scripts import run_script
 from sphinx.search.en import SearchEnglish
-from structure import sizes
+from structure import JOURNEYS, sizes, travelled
 
 import lightning_gradavg
 from lightning_gradavg import GradAvgStrategy, Place

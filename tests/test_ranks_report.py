@@ -187,7 +187,7 @@ def test_reference_modes(world, options):
     assert {(None, None)} == {report.samples for report in reports}, "a rank's loss may reach another's samples"
 
 
-@pytest.mark.parametrize("strategy", [{}, {"gradient_as_bucket_view": True}, WEIGHTED])
+@pytest.mark.parametrize("strategy", [{}, {**WEIGHTED, "gradient_as_bucket_view": True}])
 def test_observing_changes_no_bit(world, strategy):
     """Observed training ends with the same bits as training that nobody watches, also under stock DDP's reduction."""
     data = samples(27)
