@@ -1,6 +1,6 @@
 """How the package is built: its size, and its journeys through the files, which docs/architecture.md states.
 
-`python tests/structure.py` prints files, lines and branches per folder, and how often control goes from one file of the
+`python -m tests.structure` prints files, lines and branches per folder, and how often control goes from one file of the
 package into another on each journey of rank 0 of 2.
 
 - A *line of code* holds something other than a comment, a blank, or a docstring (a string that is a statement).
@@ -29,14 +29,16 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback
-from ranks import RankPool, make_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
-from toys import WEIGHTED, Toy
 
 import lightning_gradavg
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.hooks import bfloat16
+
+sys.path[:0] = [str(Path(__file__).parent)] * (__name__ == "__main__")  # test modules import each other by name
+from ranks import RankPool, make_trainer  # noqa: E402  # found there
+from toys import WEIGHTED, Toy  # noqa: E402  # likewise
 
 __all__ = ["JOURNEYS", "ROOT", "sizes", "travelled"]
 
@@ -174,7 +176,7 @@ def travelled(name: str) -> list[Arrow]:
 
 def main() -> None:
     """Print the figures."""
-    parser = argparse.ArgumentParser(description="How the package is built.")
+    parser = argparse.ArgumentParser(prog="python -m tests.structure", description="How the package is built.")
     parser.add_argument("--arrows", metavar="NAME", help="print every call between files on this journey instead")
     given = parser.parse_args()
     if given.arrows is None:
