@@ -80,12 +80,12 @@ def side_by_side(*leaves: Any) -> Any:
     return None if leaves[0] is None else torch.cat([torch.atleast_1d(torch.as_tensor(leaf)) for leaf in leaves])
 
 
-def train(module: Any, batches: Iterable[Any], replicas: int, *, epochs: int = 1, accumulate: int = 1) -> Run:
+def train(module: Any, batches: Iterable[Any], replicas: int, accumulate: int = 1) -> Run:
     """Train a module with replicas; windows of loader batches are means by their weights, however short the last."""
     run, optimizer, loader_batches = Run(), module.configure_optimizers(), list(batches)
     step, index = Step(module.train()), 0
     vars(module)["log"] = lambda *_, **__: None
-    for start in [*range(0, len(loader_batches), accumulate)] * epochs:
+    for start in range(0, len(loader_batches), accumulate):
         window: Any = defaultdict(list)
         for batch_idx, batch in enumerate(loader_batches[start : start + accumulate], start):
             outputs, sizes = [], []

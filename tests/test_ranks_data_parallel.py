@@ -25,67 +25,39 @@ class Place(NamedTuple):
     world_size: int
 
 
-OWN_LOSSES, OF_ALL = ["cnn", "masked", "sparse"], ["rows", "numbers"]
-PLACES = [Place(4, 1), Place(4, 2), Place(4, 3), Place(4, 4), Place(3, 4)]
-WINDOWS = [1, 2, 3]  # of 20 loader batches, so that the last window of 3 is a short one
-
-
 @cache
 def reference(name: str, dtype: torch.dtype, num_replicas: int, accumulate: int) -> Run:
     model = MODELS[name](dtype)
-    return train(model, model.loader(), num_replicas, accumulate=accumulate, epochs=accumulate)
+    return train(model, model.loader(), num_replicas, accumulate)
 
 
-def compare(
-    world: Any, name: str, place: Place, accumulate: int, dtype: torch.dtype = torch.float64, **options: Any
-) -> None:
-    """Train for 20 optimizer steps."""
-    strategy = parallel(place.num_replicas) | options
-    windows: Any = {"max_epochs": accumulate, "accumulate_grad_batches": accumulate} if accumulate > 1 else {}
-    ranks = world(place.world_size).run(fit, MODELS[name], strategy, dtype, **windows)
+WINDOWS = [1, 3]  # of 20 loader batches, so that the last window of 3 is a short one
+SINGLE: dict[str, Any] = {"equivalent_to": "single_device", "num_replicas": None}
+FLOAT32, SPLIT = {"dtype": torch.float32}, {"equivalent_to": None, "split_batches": True}
+RUNS = [
+    # The model, replicas on ranks, the window, and options.
+    *grid(["cnn", "masked", "sparse"], [Place(4, 1), Place(4, 3), Place(4, 4), Place(3, 4)], WINDOWS, [{}]),
+    # With the loss of all outputs, and where steps are taken by hand: one replica per rank.
+    *grid(["rows", "numbers"], [Place(1, 1), Place(2, 2), Place(4, 4)], WINDOWS, [{}]),
+    *(("byhand", Place(size, size), 1, {}) for size in (2, 3)),
+    *((name, Place(4, 3), 1, FLOAT32) for name in ("cnn", "masked")),
+    ("cnn", Place(4, 3), 1, SPLIT),
+    ("cnn", Place(4, 2), 3, {"reproducible": True}),
+    ("masked", Place(3, 1), 2, {"reproducible": True}),
+    # One replica, of all ranks together.
+    *grid(["masked", "sparse", "rows"], [Place(1, size) for size in (3, 4, 2, 1)], [1, 2], [SINGLE], strength=1),
+    *(("terms", Place(1, size), 1, SINGLE) for size in (2, 4)),
+]
+
+
+@pytest.mark.parametrize(("name", "place", "accumulate", "options"), RUNS, ids=str)
+def test_equals_data_parallel(world, name, place, accumulate, options):
+    """20 loader batches give the gradients, weights, buffers and losses of DataParallel by hand; ranks are equal."""
+    options = {"dtype": torch.float64, **options}
+    dtype, windows = options.pop("dtype"), {"accumulate_grad_batches": accumulate} if accumulate > 1 else {}
+    ranks = world(place.world_size).run(fit, MODELS[name], parallel(place.num_replicas) | options, dtype, **windows)
     assert place.world_size == len(ranks)
     assert_same_run(ranks, reference(name, dtype, place.num_replicas, accumulate), *TOLERANCES[dtype])
-
-
-@pytest.mark.parametrize(("name", "place", "accumulate"), grid(OWN_LOSSES, PLACES, WINDOWS), ids=str)
-def test_equals_data_parallel_in_float64(world, name, place, accumulate):
-    compare(world, name, place, accumulate)
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "accumulate"), [*grid(OF_ALL, [1, 2, 4], WINDOWS), ("byhand", 2, 1), ("byhand", 3, 1)], ids=str
-)
-def test_one_replica_per_rank_equals_data_parallel(world, name, size, accumulate):
-    """With the loss of all outputs, and where steps are taken by hand."""
-    compare(world, name, Place(size, size), accumulate)
-
-
-BITS: dict[str, Any] = {"reproducible": True}
-
-
-@pytest.mark.parametrize(
-    ("name", "place", "accumulate", "options"),
-    [
-        ("cnn", Place(4, 3), 1, {"dtype": torch.float32}),
-        ("masked", Place(4, 3), 1, {"dtype": torch.float32}),
-        ("cnn", Place(4, 3), 1, {"equivalent_to": None, "split_batches": True}),
-        ("cnn", Place(4, 2), 3, BITS),
-        ("masked", Place(3, 1), 2, BITS),
-    ],
-    ids=str,
-)
-def test_other_options_change_nothing(world, name, place, accumulate, options):
-    """In float32, without a preset, and reproducible."""
-    compare(world, name, place, accumulate, **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "world_size", "accumulate"),
-    [*grid(["masked", "sparse", "rows"], [3, 4, 2, 1], [1, 2], strength=1), ("terms", 2, 1), ("terms", 4, 1)],
-    ids=str,
-)
-def test_equals_one_device(world, name, world_size, accumulate):
-    compare(world, name, Place(1, world_size), accumulate, equivalent_to="single_device", num_replicas=None)
 
 
 class Variance(Toy):

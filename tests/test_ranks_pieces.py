@@ -122,7 +122,7 @@ def test_lightning_counts_loader_batches(world, tmp_path, name, pieces):
     of_strategy = options.pop("of_strategy", {})
     # Without batch norm and dropout all of them are the run of one process that computes whole batches.
     ((expected, exact, average, whole),) = world(1).run(seen, kind, single(), str(tmp_path / "whole"), **options)
-    for size in (1, 2, 4):
+    for size in (1, 4):
         strategy = {**IN_PIECES[pieces], **of_strategy}
         runs, *found = zip(*world(size).run(seen, kind, strategy, str(tmp_path / str(size)), **options), strict=True)
         assert_same_run(runs, expected, 1e-12)

@@ -63,7 +63,6 @@ RANKS = {4: ([0, 0], [0, 0, 1, 1]), 8: ([0, 1], [0, 0, 0, 0]), 6: ([0, 0], [0, 0
 """The nodes of the ranks that replicas are trained on, by their number. Of 6, 2 ranks have no whole subtree."""
 
 ASKED: dict[str, dict[str, Any]] = {
-    "nothing else": {},
     "clipping": {"gradient_clip_val": 0.1},
     "windows of 3": {"accumulate_grad_batches": 3},
 }

@@ -137,12 +137,9 @@ def stock(kind: type[Script]) -> Run:
     [
         (OfNorm, 1, single()),
         (OfNorm, 3, single()),
-        (OfAll, 3, single()),
         (OfAll, 4, parallel(None)),
-        (Script, 2, parallel()),
         (Script, 3, parallel()),
         (Script, 4, single()),
-        (Script, 1, SPLIT),
         (Script, 3, SPLIT | {"max_device_batch_size": 2}),
         (Even, 4, {"split_batches": True, "exact_evaluation": True}),
     ],
