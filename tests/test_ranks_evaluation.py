@@ -13,8 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from grids import covering, grid
-from hypothesis import given
-from hypothesis import strategies as st
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.strategies import DDPStrategy
@@ -418,25 +416,6 @@ def test_values_are_reduced_as_in_stock():
 
 def wrapped(whole: Any, rank: int, size: int, count: float = math.inf) -> EvaluationLoader:
     return EvaluationLoader(whole, World(None, rank, size), kept=False, counts=[count] * size)
-
-
-@given(
-    size=st.integers(0, 30),
-    batch=st.integers(1, 7),
-    world_size=st.integers(1, 6),
-    limit=st.just(math.inf) | st.integers(0, 9),
-)
-@pytest.mark.parametrize("make", [range, lambda size: Stream(range(size))], ids=["indexed", "streamed"])
-def test_every_batch_of_one_process_is_dealt_once(make, size, batch, world_size, limit):
-    """The ranks' batches, put into order, are those of one process; rounds are as many as with DistributedSampler."""
-    whole = DataLoader(make(size), batch_size=batch)
-    alone = [one.tolist() for one in whole][: None if limit == math.inf else limit]
-    of_ranks = [[one.tolist() for one in wrapped(whole, rank, world_size, limit)] for rank in range(world_size)]
-    rounds = range(max(map(len, of_ranks)))
-    assert alone == [of_rank[n] for n in rounds for of_rank in of_ranks if n < len(of_rank)]
-    if limit == math.inf:
-        per_rank = -(-size // world_size)
-        assert -(-per_rank // batch) == len(rounds)
 
 
 def test_the_loader_is_the_users():

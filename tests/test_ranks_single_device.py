@@ -1,4 +1,4 @@
-"""A script trains and logs on any number of ranks as in stock Lightning on one."""
+"""A script trains and logs on any number of ranks as in stock Lightning on one: a rank without samples adds nothing."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from data_parallel import SAMPLES, SEED, Model, assert_same_run, fit, parallel, single
 from lightning.pytorch import seed_everything
+from ranks import make_trainer
 from test_ranks_evaluation import Lists
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanMetric
+from torchmetrics import MaxMetric, MeanMetric, SumMetric
+from toys import Toy, loader
 
 from lightning_gradavg import GradAvgStrategy
 
@@ -134,3 +137,49 @@ def test_a_script_trains_as_in_stock_lightning(world, kind, world_size, strategy
             for run in (expected, *runs)
         )
     assert_same_run(runs, expected, tolerance)
+
+
+class Logging(Toy):
+    """Logs samples in every way; a stand-in's are NaN."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.0)
+        self.metrics = nn.ModuleDict({"sum": SumMetric(), "mean": MeanMetric(), "max": MaxMetric()})
+        self.register_buffer("sums", torch.zeros((), dtype=torch.float64))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        strategy: Any = self.trainer.strategy
+        stands_in = strategy._batches.chunk is not None and strategy._batches.chunk.stand_in
+        batch = batch * torch.nan if stands_in else batch
+        self.sums += batch.sum()
+        for name, metric in self.metrics.items():
+            metric.update(torch.tensor(9.0) if stands_in else batch)
+            self.log(f"metric {name}", metric, on_step=False, on_epoch=True)
+        for reduction in ("mean", "sum", "max", "min"):
+            for name, sync in ((reduction, True), (f"own {reduction}", False)):
+                self.log(name, batch.mean(), reduce_fx=reduction, on_step=False, on_epoch=True, sync_dist=sync)
+        self.log("step", batch.mean(), on_step=True, on_epoch=False, sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+
+def log_of_stand_ins(split: bool) -> Any:
+    """Body: 3 samples, of which rank 1 has one or, split in batches of 2, none of the last batch."""
+    module, samples = Logging(), [[1.0, 1.5], [2.75]] if split else [[[1.0], [2.75]], [[1.5]]][dist.get_rank()]
+    strategy: Any = {"split_batches": True} if split else {"reduction": "weighted_mean"}
+    trainer = make_trainer(GradAvgStrategy(**strategy), max_epochs=1, use_distributed_sampler=False)
+    trainer.fit(module, loader(samples))
+    assert module.w.grad is None or module.w.grad.isfinite()
+    return {name: value.item() for name, value in trainer.callback_metrics.items()}, module.sums.item()
+
+
+@pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist=True")
+@pytest.mark.parametrize("split", [True, False])
+def test_a_stand_in_leaves_no_trace(world, split):
+    """Samples 1, 1.5 and 2.75 on 2 ranks: their sum is 5.25, their mean 1.75; the second step has one of them only."""
+    for rank, (logged, sums) in enumerate(world(2).run(log_of_stand_ins, split)):
+        assert (5.25, 1.75, 2.75) == tuple(pytest.approx(logged[f"metric {name}"]) for name in ("sum", "mean", "max"))
+        assert (1.75, 5.25, 2.75, 1.0) == tuple(pytest.approx(logged[name]) for name in ("mean", "sum", "max", "min"))
+        assert pytest.approx(2.75) == logged["step"]
+        assert {0: 3.75, 1: 1.5}[rank] == sums, "a buffer that sums samples"
+        own = {0: (1.875, 3.75, 2.75, 1.0), 1: (1.5, 1.5, 1.5, 1.5)}[rank]
+        assert own == tuple(pytest.approx(logged[f"own {name}"]) for name in ("mean", "sum", "max", "min"))
