@@ -266,7 +266,7 @@ ROWS: list[Any] = [
     *grid(KINDS, SIZES, ["validate", "test", "fit", "predict"], [2, 3, 4], [{}]),
     # limit_val_batches=k evaluates the first k batches of the loader, and not k on each rank.
     *(("indexed", (10, 2), "validate", 2, {"limit_val_batches": limit}) for limit in (3, 99, 0.5)),
-    ("stream", (10, 2), "validate", 2, {"limit_val_batches": 4}),
+    ("stream", (10, 2), "validate", 2, {"limit_val_batches": 3}),
     ("custom", (10, 3), "fit", 3, {}),
     *(("sharded", sizes, "validate", 3, {}) for sizes in SIZES[:3]),
     ("workers", (7, 2), "fit", 2, TWICE),
