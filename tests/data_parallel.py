@@ -6,6 +6,7 @@ the seeds of the replicas' random numbers alone. What a Trainer makes of the sam
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 from collections import defaultdict
@@ -16,10 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from ranks import make_trainer
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -65,38 +65,25 @@ def copied(named: Iterable[tuple[str, Tensor | None]]) -> dict[str, Tensor]:
     return {name: one.detach().to_dense().cpu().clone() for name, one in named if one is not None}
 
 
-class Step(nn.Module):
-    """Has `functional_call` call a training step."""
-
-    def __init__(self, module: LightningModule) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any) -> Any:
-        return self.module.training_step(*args)
-
-
 def side_by_side(*leaves: Any) -> Any:
     return None if leaves[0] is None else torch.cat([torch.atleast_1d(torch.as_tensor(leaf)) for leaf in leaves])
 
 
-def train(module: Any, batches: Iterable[Any], replicas: int, *, epochs: int = 1, accumulate: int = 1) -> Run:
+def train(module: Any, batches: Iterable[Any], replicas: int, accumulate: int = 1) -> Run:
     """Train a module with replicas; windows of loader batches are means by their weights, however short the last."""
-    run, optimizer, loader_batches = Run(), module.configure_optimizers(), list(batches)
-    step, index = Step(module.train()), 0
+    run, optimizer, loader_batches = Run(), module.train().configure_optimizers(), list(batches)
+    index, shared = 0, {id(parameter): parameter for parameter in module.parameters()}
     vars(module)["log"] = lambda *_, **__: None
-    for start in [*range(0, len(loader_batches), accumulate)] * epochs:
+    for start in range(0, len(loader_batches), accumulate):
         window: Any = defaultdict(list)
         for batch_idx, batch in enumerate(loader_batches[start : start + accumulate], start):
-            outputs, sizes = [], []
-            before = {f"module.{name}": buffer.clone() for name, buffer in module.named_buffers()}
-            for replica, rows in enumerate(torch.arange(len(batch[0])).chunk(replicas)):
-                # Replica 0's buffers are the module's own.
-                buffers = {name: buffer.clone() for name, buffer in before.items()} if replica else {}
-                part = [leaf[rows] for leaf in batch]
+            chunks, outputs = torch.arange(len(batch[0])).chunk(replicas), []
+            # Replica 0's buffers are the module's own, and the parameters are those of all.
+            modules = [module, *(copy.deepcopy(module, dict(shared)) for _ in chunks[1:])]
+            for replica, rows in enumerate(chunks):
                 with replica_stream(SEED, index, replica, torch.device("cpu")):
-                    outputs.append(functional_call(step, buffers, (part, batch_idx)))
-                sizes.append(len(rows))
+                    outputs.append(modules[replica].training_step([leaf[rows] for leaf in batch], batch_idx))
+            sizes = list(map(len, chunks))
             if hasattr(module, "training_step_end"):
                 outputs, sizes = [module.training_step_end(tree_map(side_by_side, *outputs))], [len(batch[0])]
             terms = by_name(outputs, sizes)
@@ -313,9 +300,6 @@ class Observer(Callback):
         self.run.note_batch(pl_module, trainer.callback_metrics)
 
 
-STOCK: Any = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
-
-
 def fit(
     kind: Callable[[torch.dtype], LightningModule],
     strategy: Options | None,
@@ -326,14 +310,11 @@ def fit(
     resumed: str | None = None,
     **options: Any,
 ) -> Run:
-    """Body: train a model in a Trainer, and return what this rank saw; without a strategy, in stock Lightning alone."""
+    """Body: train a model in a Trainer, and return what this rank saw; without a strategy, in stock Lightning."""
     model, observer = kind(dtype), Observer()
     vars(model).update({} if load is None else {"load": load})
     options = {"max_epochs": 1, "num_sanity_val_steps": 0, "callbacks": [observer, *callbacks], **options}
-    if strategy is None:
-        trainer = Trainer(**STOCK, enable_progress_bar=False, enable_model_summary=False, **options)
-    else:
-        trainer = make_trainer(GradAvgStrategy(**strategy), **options)
+    trainer = make_trainer("auto" if strategy is None else GradAvgStrategy(**strategy), **options)
     trainer.fit(model, ckpt_path=resumed)
     return observer.run.end(model, trainer.callback_metrics)
 

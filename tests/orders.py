@@ -16,7 +16,6 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
     WeightedRandomSampler,
     get_worker_info,
 )
@@ -201,14 +200,9 @@ ORDERS: dict[str, Order] = {
     "shuffle": partial(loader, shuffle=True),
     "drop_last": partial(loader, shuffle=True, drop_last=True),
     "generator": lambda size, batch: loader(size, batch, shuffle=True, generator=ranks_own()),
-    "replacement": lambda size, batch: loader(
-        size, batch, sampler=RandomSampler(range(size), replacement=True, num_samples=40, generator=torch.Generator())
-    ),
-    "weighted": lambda size, batch: loader(size, batch, sampler=WeightedRandomSampler(range(1, 1 + size), size)),
+    "replacement": lambda size, batch: loader(size, batch, sampler=WeightedRandomSampler(range(1, 1 + size), 40)),
     "epochs": lambda size, batch: loader(size, batch, sampler=DistributedSampler(range(size), 1, 0, shuffle=True)),
-    # Batch samplers that draw anew for every batch, or when their iterator is made.
     "lazy": of_indices(drawn),
-    "eager": of_indices(permuted),
     "a sampler with a state": lambda size, batch: loader(size, batch, sampler=Remembering(size)),
     "stream": lambda size, batch: loader(Stream(size), batch),
     "own stream": lambda size, batch: loader(Stream(size, torch.Generator()), batch),
@@ -260,9 +254,6 @@ ODD: dict[str, Order] = {
         Stream(size), None, collate_fn=lambda one: torch.full((batch,), one)
     ),
     "graphs": lambda size, batch: loader(size, batch, shuffle=True, collate_fn=Graphs),
-    "a list of sequences": lambda size, batch: loader(
-        [torch.full((6, 2), index) for index in range(size)], batch, shuffle=True, collate_fn=list
-    ),
     "memory": lambda size, batch: loader(size, batch, sampler=Memory(size)),
     "counting": lambda size, batch: loader(Counting(size), batch),
 }

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from lightning_gradavg.random_state import random_state, restore_random_state
 from lightning_gradavg.replicas.part import replica_stream
@@ -55,24 +54,6 @@ def test_all_generators_are_put_back(fails):
         assert 1 / (not fails)
 
     assert expected == draws()
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("within", [False, True])
-def test_checkpoint_repeats_the_draws(use_reentrant, within):
-    """Of torch always; of Python and NumPy, too, where the stream is entered within what is repeated."""
-    dropout, x = nn.Dropout(0.5), torch.ones(256, requires_grad=True)
-
-    def forward(values: Tensor) -> Tensor:
-        with replica_stream(5, 7, 1, CPU) if within else nullcontext():
-            noise = random.random() * np.random.rand() if within else 1  # noqa: NPY002  # the global generator
-            return dropout(values * values) * noise
-
-    with nullcontext() if within else replica_stream(5, 7, 1, CPU):
-        out = checkpoint(forward, x, use_reentrant=use_reentrant)
-    out.sum().backward()
-    assert 0 < int((out == 0).sum()) < 256
-    assert torch.equal(2 * out.detach(), x.grad)  # d(c * x^2)/dx at 1 is twice c
 
 
 @pytest.mark.gpu

@@ -1,17 +1,37 @@
-"""`equivalent_to=` on any number of ranks is DataParallel with R replicas, or one, on one process."""
+"""`equivalent_to=` on any number of ranks is DataParallel with R replicas, or one, on one process; or it is refused."""
 
 from __future__ import annotations
 
-from functools import cache
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from data_parallel import MODELS, Run, assert_same_run, fit, parallel, train
+from data_parallel import (
+    MODELS,
+    ByHand,
+    Model,
+    Normed,
+    Numbers,
+    Options,
+    Rows,
+    Run,
+    Terms,
+    assert_same_run,
+    fit,
+    parallel,
+    single,
+    train,
+)
 from grids import grid
-from torch import Tensor
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
 from toys import Toy, approx, same_everywhere
 from toys import train as train_toy
+
+from lightning_gradavg import gather
 
 # Fewer replicas than ranks is what some of these tests are about.
 pytestmark = pytest.mark.filterwarnings("ignore:num_replicas=. leaves . of . ranks without a replica")
@@ -25,67 +45,39 @@ class Place(NamedTuple):
     world_size: int
 
 
-OWN_LOSSES, OF_ALL = ["cnn", "masked", "sparse"], ["rows", "numbers"]
-PLACES = [Place(4, 1), Place(4, 2), Place(4, 3), Place(4, 4), Place(3, 4)]
-WINDOWS = [1, 2, 3]  # of 20 loader batches, so that the last window of 3 is a short one
-
-
 @cache
 def reference(name: str, dtype: torch.dtype, num_replicas: int, accumulate: int) -> Run:
     model = MODELS[name](dtype)
-    return train(model, model.loader(), num_replicas, accumulate=accumulate, epochs=accumulate)
+    return train(model, model.loader(), num_replicas, accumulate)
 
 
-def compare(
-    world: Any, name: str, place: Place, accumulate: int, dtype: torch.dtype = torch.float64, **options: Any
-) -> None:
-    """Train for 20 optimizer steps."""
-    strategy = parallel(place.num_replicas) | options
-    windows: Any = {"max_epochs": accumulate, "accumulate_grad_batches": accumulate} if accumulate > 1 else {}
-    ranks = world(place.world_size).run(fit, MODELS[name], strategy, dtype, **windows)
+WINDOWS = [1, 3]  # of 20 loader batches, so that the last window of 3 is a short one
+SINGLE: dict[str, Any] = {"equivalent_to": "single_device", "num_replicas": None}
+FLOAT32, SPLIT = {"dtype": torch.float32}, {"equivalent_to": None, "split_batches": True}
+RUNS = [
+    # The model, replicas on ranks, the window, and options.
+    *grid(["cnn", "masked", "sparse"], [Place(4, 1), Place(4, 3), Place(4, 4), Place(3, 4)], WINDOWS, [{}]),
+    # With the loss of all outputs, and where steps are taken by hand: one replica per rank.
+    *grid(["rows", "numbers"], [Place(1, 1), Place(2, 2), Place(4, 4)], WINDOWS, [{}]),
+    *(("byhand", Place(size, size), 1, {}) for size in (2, 3)),
+    *((name, Place(4, 3), 1, FLOAT32) for name in ("cnn", "masked")),
+    ("cnn", Place(4, 3), 1, SPLIT),
+    ("cnn", Place(4, 2), 3, {"reproducible": True}),
+    ("masked", Place(3, 1), 2, {"reproducible": True}),
+    # One replica, of all ranks together.
+    *grid(["masked", "sparse", "rows"], [Place(1, size) for size in (3, 4, 2, 1)], [1, 2], [SINGLE], strength=1),
+    *(("terms", Place(1, size), 1, SINGLE) for size in (2, 4)),
+]
+
+
+@pytest.mark.parametrize(("name", "place", "accumulate", "options"), RUNS, ids=str)
+def test_equals_data_parallel(world, name, place, accumulate, options):
+    """20 loader batches give the gradients, weights, buffers and losses of DataParallel by hand; ranks are equal."""
+    options = {"dtype": torch.float64, **options}
+    dtype, windows = options.pop("dtype"), {"accumulate_grad_batches": accumulate} if accumulate > 1 else {}
+    ranks = world(place.world_size).run(fit, MODELS[name], parallel(place.num_replicas) | options, dtype, **windows)
     assert place.world_size == len(ranks)
     assert_same_run(ranks, reference(name, dtype, place.num_replicas, accumulate), *TOLERANCES[dtype])
-
-
-@pytest.mark.parametrize(("name", "place", "accumulate"), grid(OWN_LOSSES, PLACES, WINDOWS), ids=str)
-def test_equals_data_parallel_in_float64(world, name, place, accumulate):
-    compare(world, name, place, accumulate)
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "accumulate"), [*grid(OF_ALL, [1, 2, 4], WINDOWS), ("byhand", 2, 1), ("byhand", 3, 1)], ids=str
-)
-def test_one_replica_per_rank_equals_data_parallel(world, name, size, accumulate):
-    """With the loss of all outputs, and where steps are taken by hand."""
-    compare(world, name, Place(size, size), accumulate)
-
-
-BITS: dict[str, Any] = {"reproducible": True}
-
-
-@pytest.mark.parametrize(
-    ("name", "place", "accumulate", "options"),
-    [
-        ("cnn", Place(4, 3), 1, {"dtype": torch.float32}),
-        ("masked", Place(4, 3), 1, {"dtype": torch.float32}),
-        ("cnn", Place(4, 3), 1, {"equivalent_to": None, "split_batches": True}),
-        ("cnn", Place(4, 2), 3, BITS),
-        ("masked", Place(3, 1), 2, BITS),
-    ],
-    ids=str,
-)
-def test_other_options_change_nothing(world, name, place, accumulate, options):
-    """In float32, without a preset, and reproducible."""
-    compare(world, name, place, accumulate, **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "world_size", "accumulate"),
-    [*grid(["masked", "sparse", "rows"], [3, 4, 2, 1], [1, 2], strength=1), ("terms", 2, 1), ("terms", 4, 1)],
-    ids=str,
-)
-def test_equals_one_device(world, name, world_size, accumulate):
-    compare(world, name, Place(1, world_size), accumulate, equivalent_to="single_device", num_replicas=None)
 
 
 class Variance(Toy):
@@ -113,3 +105,111 @@ def test_gradient_by_hand(world, kind, xs, replicas, sizes, gradient):
     for size in sizes:
         seen = world(size).run(train_toy, [batches] * size, toy, parallel(replicas), module=kind)
         assert [approx(gradient)] == [one.item() for one in same_everywhere(seen).gradients]
+
+
+class RowsByHand(Rows):
+    manual = True
+
+
+class Ignored(Model):
+    """Has a hook that only presets call."""
+
+    def training_step_end(self, outputs: Any) -> Any:
+        raise AssertionError
+
+
+LAYERS = {"synchronizes": nn.SyncBatchNorm(4), "drops": nn.Dropout(0.5)}
+DOES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "keeps what a rank saw": lambda module, x: module.center.copy_(x.sum()),
+    "assigns a buffer": lambda module, x: setattr(module, "center", x.mean(0)),
+    "assigns a buffer of None": lambda module, x: setattr(module, "center", x.mean(0)),
+    "makes a buffer": lambda module, x: module.register_buffer("center", x.mean(0)),
+    "moves a teacher": lambda module, x: module.teacher.detach().add_(1),
+    "gathers": lambda module, x: gather(module.net(x)),
+    "all-gathers": lambda module, x: module.all_gather(module.net(x), sync_grads=True),
+    "reduces a metric": lambda module, x: module.metric(x),
+}
+
+
+class Odd(Model):
+    """Ends with a layer, or does something in its forward."""
+
+    def __init__(self, dtype: torch.dtype, how: str) -> None:
+        super().__init__(dtype)
+        self.how, self.metric = how, MeanMetric(dist_sync_on_step=True)
+        self.teacher = nn.Parameter(torch.ones(3), requires_grad=False)
+        if how != "makes a buffer":
+            self.register_buffer("center", None if how == "assigns a buffer of None" else torch.zeros(()))
+        if how in LAYERS:
+            self.net = nn.Sequential(self.net, LAYERS[how])
+
+    def forward(self, x: Tensor) -> Any:
+        DOES.get(self.how, lambda *_: None)(self, x)
+        return self.net(x)
+
+
+Kind = type[Model] | str
+EACH, BITS = parallel(None), {"reproducible": True}
+PARTS = {"split_batches": True, "max_device_batch_size": 2}
+# On 2 ranks. Of the batch, the 4 replicas on them get 3, 3, 3 and 0 samples; one sample leaves a rank without.
+ONE_BATCH, ONE_SAMPLE = ({"sizes": [size], "times": 1} for size in (9, 1))
+
+REFUSED: list[tuple[str, Kind, Options, str]] = [
+    ("ValueError", ByHand, parallel(), "manual optimization with num_replicas=4 on 2"),
+    ("ValueError", RowsByHand, EACH, "training_step_end with manual optimization"),
+    ("ValueError", Model, parallel(static_graph=True), "static_graph=True with num_rep"),
+    ("ValueError", Rows, parallel(2, reduction="sum"), "reduction='sum' with training_step_end"),
+    ("ValueError", Rows, parallel(), "training_step_end with num_replicas=4 on 2 ranks"),
+    ("ValueError", Rows, parallel(1), "training_step_end with num_replicas=1 on 2 ranks"),
+    ("ValueError", "synchronizes", parallel(), "SyncBatchNorm in net.1: with equivalent_to='data_parallel'"),
+    ("ValueError", Normed, single(max_device_batch_size=2), "max_device_batch_size=2 with batch norm in net.2,"),
+    ("RuntimeError", "keeps what a rank saw", single(), "buffer 'center' is not the same on all of them"),
+    ("ValueError", Model, parallel(3, **BITS), "num_replicas=3 on 2 ranks, as the number of processes"),
+    ("ValueError", Model, parallel(5, **BITS), "Use 1, 5 of them, or another num_replicas"),
+    ("ValueError", ByHand, parallel(2, **BITS), "reproducible=True cannot hold:\n  manual optimization"),
+    ("ValueError", Rows, parallel(2, **BITS), "training_step_end: the gradient of one loss"),
+    ("TypeError", Numbers, single(), "output['loss'] of training_step is one number"),
+    ("ValueError", Terms, parallel(2, **BITS), "serves one weight for the whole loss, got one for each of 'a', 'b'"),
+    ("ValueError", Terms, parallel(), "named loss terms need the global weight of each"),
+    ("RuntimeError", "gathers", parallel(), "training_step gathers over the ranks"),
+    ("RuntimeError", "all-gathers", PARTS, "training_step gathers over the ranks"),
+    ("RuntimeError", "reduces a metric", parallel(), "training_step gathers over the ranks"),
+    ("RuntimeError", "all-gathers", single(), "calls self.all_gather, but 1 of 2 ranks have no samples"),
+    ("RuntimeError", "assigns a buffer", single(), "assigned or made the buffers center"),
+    ("RuntimeError", "assigns a buffer of None", PARTS, "assigned or made the buffers center"),
+    ("RuntimeError", "makes a buffer", parallel(), "assigned or made the buffers center"),
+    ("RuntimeError", "moves a teacher", parallel(), "training_step has written the parameters teacher"),
+]
+
+
+def fitted(kind: Kind, strategy: Options, load: Options) -> None:
+    """Body: train a model, or one of those that are odd."""
+    fit(partial(Odd, how=kind) if isinstance(kind, str) else kind, strategy, load=load)
+
+
+@pytest.mark.parametrize(("error", "kind", "strategy", "text"), REFUSED)
+def test_what_cannot_be_reproduced_is_an_error_on_all_ranks(world, error, kind, strategy, text):
+    load = ONE_SAMPLE if "no samples" in text else ONE_BATCH
+    for raised in world(2).run_expecting_errors(fitted, kind, strategy, load):
+        assert raised.type_name == error
+        assert text in raised.message
+
+
+def remarked(kind: Kind, strategy: Options, text: str) -> int:
+    """Body: return how many warnings contain a text."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitted(kind, strategy, ONE_BATCH)
+    return sum(text in str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "text", "times"),
+    [
+        ("drops", single(), "random numbers drawn in net.1 differ between ranks", 1),
+        (Model, single(), "random numbers", 0),
+        (Ignored, {"split_batches": True}, "training_step_end of Lightning 1.x is not called", 1),
+    ],
+)
+def test_what_only_differs_is_remarked_once(world, kind, strategy, text, times):
+    assert [times, 0] == world(2).run(remarked, kind, strategy, text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import chain, product
 from statistics import fmean
 from typing import Any
 from unittest import mock
@@ -12,20 +12,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from grids import grid
-from hypothesis import given
-from hypothesis import strategies as st
+from grids import covering, grid
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.apply_func import apply_to_collection
+from orders import Sized
 from ranks import make_trainer, on_ranks
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
 from torchmetrics.utilities import dim_zero_cat
-from toys import approx
+from toys import approx, loader
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.evaluation.dealt import EvaluationLoader
@@ -46,19 +45,6 @@ pytestmark = [
 
 def data(size: int, start: int = 0) -> Any:
     return torch.arange(start, start + size, dtype=torch.float64)
-
-
-class Batches:
-    """An iterable that is no DataLoader, of a stated length; a list would be several loaders."""
-
-    def __init__(self, batches: Any, length: int) -> None:
-        self.batches, self.length = batches, length
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return self.length
 
 
 class Stream(IterableDataset[Any]):
@@ -94,12 +80,6 @@ def of_rank(values: Any) -> Any:
     return values[dist.get_rank() :: dist.get_world_size()]
 
 
-def told(of_ranks: Any) -> Any:
-    """Return a loader of the batches that each rank is told to have."""
-    batches: Any = [torch.tensor(batch, dtype=torch.float64) for part in of_rank(of_ranks) for batch in part]
-    return DataLoader(batches, batch_size=None)
-
-
 LOADERS: dict[str, Callable[..., Any]] = {
     "indexed": lambda size, batch: DataLoader(data(size), batch_size=batch),
     "shuffled": shuffled,
@@ -109,8 +89,9 @@ LOADERS: dict[str, Callable[..., Any]] = {
     ),
     "unbatched": lambda size, batch: DataLoader(data(size).split(batch), batch_size=None),
     "workers": lambda size, batch: DataLoader(data(size), batch_size=batch, num_workers=1, persistent_workers=True),
-    "plain": lambda size, batch: Batches(data(size).split(batch), -(-size // batch)),
-    "short": lambda size, batch: Batches(data(size).split(batch), 6),
+    # Of a stated length, and no DataLoader; a list would be several loaders.
+    "plain": lambda size, batch: Sized(lambda: data(size).split(batch), -(-size // batch)),
+    "short": lambda size, batch: Sized(lambda: data(size).split(batch), 6),
     "stream": lambda size, batch: DataLoader(Stream(data(size)), batch_size=batch),
     "sharded": lambda size, batch: DataLoader(Stream(of_rank(data(size).split(batch)), sharded=True), batch_size=None),
     "differing": lambda size, batch: DataLoader(Stream(data(size, 100 * dist.get_rank())), batch_size=batch),
@@ -119,7 +100,8 @@ LOADERS: dict[str, Callable[..., Any]] = {
     "dropping": dropping,
     "several": several,
     "together": lambda size, batch: CombinedLoader(several(size, batch), "min_size"),
-    "told": told,
+    # Each rank is told its batches.
+    "told": lambda of_ranks: loader(chain.from_iterable(of_rank(of_ranks))),
 }
 
 
@@ -276,16 +258,17 @@ def run(
 
 
 KINDS = ["indexed", "shuffled", "unbatched", "plain", "stream", "several"]
-SIZES = [(10, 1), (10, 4), (3, 1), (1, 1), (12, 1)]  # samples, batch size; some with fewer batches than ranks
+SIZES = [(10, 1), (10, 4), (1, 1), (12, 1)]  # samples, batch size; some with fewer batches than ranks
 TWICE = {"max_epochs": 2}
 RELOADED = {**TWICE, "reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": 2, "split_batches": True}
 SHARED = {"use_distributed_sampler": False}
 ROWS: list[Any] = [
     *grid(KINDS, SIZES, ["validate", "test", "fit", "predict"], [2, 3, 4], [{}]),
     # limit_val_batches=k evaluates the first k batches of the loader, and not k on each rank.
-    *(("indexed", (10, 2), "validate", 2, {"limit_val_batches": limit}) for limit in (1, 3, 99, 0.5, 1.0)),
-    *(("custom", (10, 3), what, 3, {}) for what in ("validate", "fit")),
-    *(("sharded", sizes, what, 3, {}) for sizes in SIZES[:3] for what in ("validate", "fit")),
+    *(("indexed", (10, 2), "validate", 2, {"limit_val_batches": limit}) for limit in (3, 99, 0.5)),
+    ("stream", (10, 2), "validate", 2, {"limit_val_batches": 3}),
+    ("custom", (10, 3), "fit", 3, {}),
+    *(("sharded", sizes, "validate", 3, {}) for sizes in SIZES[:3]),
     ("workers", (7, 2), "fit", 2, TWICE),
     # In each epoch another rank logs "seldom".
     ("shuffled", (7, 2), "fit", 3, {"max_epochs": 4}),
@@ -341,12 +324,12 @@ def test_padded_samples_are_not_counted(world):
 
 
 SHORT: Any = (("indexed", 5, {}), ("short", 1, {}), ("stream", 3, {"limit_val_batches": 4}), ("stream", 4, {}))
-REDUCES = product(SHORT, ("steps", "gather", "metric steps"))
+REDUCES = covering(SHORT, ["steps", "gather", "metric steps"], [2, 4], strength=1)
 REFUSED: list[tuple[Any, ...]] = [
     # Case 3: batches that may not fill the last round, known before or found in a stream that ends early.
     *(
-        (kind, (size, 1), 2 + 2 * (n % 2), {"logs": logs, **options}, "RuntimeError", "on_epoch=True, which is reduced")
-        for n, ((kind, size, options), logs) in enumerate(REDUCES)
+        (kind, (size, 1), world_size, {"logs": logs, **options}, "RuntimeError", "on_epoch=True, which is reduced")
+        for (kind, size, options), logs, world_size in REDUCES
     ),
     ("together", (4, 1), 2, {}, "ValueError", "Use 'sequential'"),
     ("indexed", (4, 2), 2, {"limit_val_batches": 0.1}, "MisconfigurationException", "limit_val_batches"),
@@ -432,37 +415,18 @@ def test_values_are_reduced_as_in_stock():
     assert (torch.float64, 2.5) == reduced(GradAvgStrategy(exact_evaluation=True))[0][0]
 
 
-def wrapped(loader: Any, rank: int, size: int, count: float = math.inf) -> EvaluationLoader:
-    return EvaluationLoader(loader, World(None, rank, size), kept=False, counts=[count] * size)
-
-
-@given(
-    size=st.integers(0, 30),
-    batch=st.integers(1, 7),
-    world_size=st.integers(1, 6),
-    limit=st.just(math.inf) | st.integers(0, 9),
-)
-@pytest.mark.parametrize("make", [range, lambda size: Stream(range(size))], ids=["indexed", "streamed"])
-def test_every_batch_of_one_process_is_dealt_once(make, size, batch, world_size, limit):
-    """The ranks' batches, put into order, are those of one process; rounds are as many as with DistributedSampler."""
-    loader = DataLoader(make(size), batch_size=batch)
-    alone = [one.tolist() for one in loader][: None if limit == math.inf else limit]
-    of_ranks = [[one.tolist() for one in wrapped(loader, rank, world_size, limit)] for rank in range(world_size)]
-    rounds = range(max(map(len, of_ranks)))
-    assert alone == [of_rank[n] for n in rounds for of_rank in of_ranks if n < len(of_rank)]
-    if limit == math.inf:
-        per_rank = -(-size // world_size)
-        assert -(-per_rank // batch) == len(rounds)
+def wrapped(whole: Any, rank: int, size: int, count: float = math.inf) -> EvaluationLoader:
+    return EvaluationLoader(whole, World(None, rank, size), kept=False, counts=[count] * size)
 
 
 def test_the_loader_is_the_users():
     """Type, attributes and sampler of the user's loader can be read; what Lightning sets reaches the copy only."""
-    loader = DataLoader(range(5), batch_size=2, num_workers=0)
-    ours = wrapped(loader, 1, 2, 3)
-    assert (loader.dataset, 2, loader.sampler) == (ours.dataset, ours.batch_size, ours.batch_sampler.sampler)
+    users = DataLoader(range(5), batch_size=2, num_workers=0)
+    ours = wrapped(users, 1, 2, 3)
+    assert (users.dataset, 2, users.sampler) == (ours.dataset, ours.batch_size, ours.batch_sampler.sampler)
     assert 2 == len(ours)
     ours.worker_init_fn = print
-    assert (None, print) == (loader.worker_init_fn, ours._read.worker_init_fn)
+    assert (None, print) == (users.worker_init_fn, ours._read.worker_init_fn)
     with pytest.raises(AttributeError, match="no_such"):
         ours.no_such  # noqa: B018  # reading it is the test
     with pytest.raises(TypeError, match="no length"):

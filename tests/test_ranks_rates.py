@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from contextlib import suppress
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import (
     Callback,
     GradientAccumulationScheduler,
+    LambdaCallback,
     LearningRateMonitor,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -156,18 +158,14 @@ class Noting(Callback):
     def note(self, moment: str, optimizer: Any) -> None:
         self.held.setdefault(moment, set()).add(round(float(optimizer.param_groups[0]["lr"]) / 0.5, 12))
 
-
-def _noted(name: str) -> Any:
-    def hook(self: Noting, trainer: Any, *args: Any) -> None:
-        self.note(name, trainer.optimizers[0])
-
-    return hook
+    def reach(self, moment: str, trainer: Any, *args: Any) -> None:
+        self.note(moment, trainer.optimizers[0])
 
 
 STEP = ("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_before_optimizer_step")
 REST = ("train_start", "train_epoch_start", "train_batch_end", "validation_batch_start", "train_epoch_end", "train_end")
 for each in (*STEP, *(f"on_{name}" for name in REST), "on_exception"):
-    setattr(Noting, each, _noted(each))
+    setattr(Noting, each, partialmethod(Noting.reach, each))
 
 
 class Moments(Toy):
@@ -287,26 +285,22 @@ def test_monitors_and_the_start_line_show_the_effective_rate(world, manual):
         assert line.endswith("; scale 3, learning rate x 3, at first 1.5"), line
 
 
-class Found(Toy):
-    def __init__(self, tells: bool) -> None:
-        super().__init__(kind="s", lr=0.003)
-        self.tells, self.rates = tells, list[float]()
-
-    def train_dataloader(self) -> Any:
-        data: Any = torch.arange(1, 65, dtype=torch.float64) / 64
-        return DataLoader(data, batch_size=4) if self.tells else loader(data.split(4))
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
-
-
 def find_then_fit(folder: str, tells: bool) -> Any:
-    model = Found(tells)
-    trainer = make_trainer(GradAvgStrategy(lr_scaling="linear"), **TRAINER, default_root_dir=folder)
-    finder: Any = Tuner(trainer).lr_find(model, num_training=12, min_lr=1e-4, max_lr=0.5, early_stop_threshold=None)
-    model.lr, model.rates = finder.suggestion(skip_begin=1, skip_end=1), []
-    trainer.fit(model)
-    return model.lr, set(model.rates), finder.results["lr"]
+    """Body: find a learning rate, and train with it; return it, those in use, and those tried."""
+    numbers: Any = torch.arange(1, 65, dtype=torch.float64) / 64
+    data = DataLoader(numbers, batch_size=4) if tells else loader(numbers.split(4))
+    model, rates = Toy(kind="s", lr=0.003), set[float]()
+    note = LambdaCallback(
+        on_train_batch_start=lambda trainer, *_: rates.add(trainer.optimizers[0].param_groups[0]["lr"])
+    )
+    options: Any = {**TRAINER, "default_root_dir": folder, "callbacks": [note]}
+    trainer = make_trainer(GradAvgStrategy(lr_scaling="linear"), **options)
+    tried: dict[str, Any] = {"num_training": 12, "min_lr": 1e-4, "max_lr": 0.5, "early_stop_threshold": None}
+    finder: Any = Tuner(trainer).lr_find(model, data, **tried)
+    model.lr = finder.suggestion(skip_begin=1, skip_end=1)
+    rates.clear()
+    trainer.fit(model, data)
+    return model.lr, rates, finder.results["lr"]
 
 
 @pytest.mark.filterwarnings("ignore:The number of training batches")

@@ -1,7 +1,8 @@
-"""Scalings: the published formulas, and groups that hold effective values in a step and base values between."""
+"""Scalings: the published formulas, the global batch, and groups that hold base values between steps."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from contextlib import nullcontext
@@ -16,9 +17,20 @@ from hypothesis import strategies as st
 from torch.optim import SGD, Adam, AdamW, NAdam, RMSprop
 
 from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World
 from lightning_gradavg.rates.part import Rates
-from lightning_gradavg.rates.scaling import SCALINGS, resolve_scaling, scale_limit, scaled_steps, warmup_factor
+from lightning_gradavg.rates.scaling import (
+    SCALINGS,
+    BatchScale,
+    batch_scale,
+    counted_twice,
+    resolve_scaling,
+    scale_limit,
+    scaled_steps,
+    warmup_factor,
+)
+from lightning_gradavg.rules import RULES
 
 ADAM: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8}
 
@@ -53,30 +65,6 @@ def test_groups_of_torch_are_scaled(lr_scaling: Any, optimizer: Any, scale: floa
     scaling = resolve_scaling(lr_scaling)
     assert scaling.hyperparameters(scale, param_group(optimizer)) == expected
     assert scaling.name == getattr(lr_scaling, "__name__", lr_scaling)
-
-
-@st.composite
-def feasible(draw: st.DrawFn) -> tuple[float, list[float]]:
-    """Return a scale and betas of at least 0.5 for which "adam_sde" is feasible."""
-    scale = draw(st.floats(1 / 64, 64))
-    smallest = max(0.5, 1 - 0.99 / scale)
-    return scale, draw(st.lists(st.floats(smallest, 0.9999), min_size=2, max_size=2))
-
-
-@pytest.mark.parametrize("name", SCALINGS)
-@given(case=feasible(), lr=st.floats(1e-6, 10))
-def test_published_formulas_and_back_again(name: str, case: tuple[float, list[float]], lr: float) -> None:
-    scale, betas = case
-    group: dict[str, Any] = {"lr": lr, "betas": tuple(betas), "eps": 1e-8}
-    there = {**group, **SCALINGS[name].hyperparameters(scale, group)}
-    back = {**there, **SCALINGS[name].hyperparameters(1 / scale, there)}
-    root, sde = math.sqrt(scale), name == "adam_sde"
-    assert there["lr"] == pytest.approx(lr * {"none": 1, "linear": scale}.get(name, root), rel=1e-15)
-    assert there["eps"] == pytest.approx(1e-8 / root if sde else 1e-8, rel=1e-15)
-    moved = [1 - scale * (1 - beta) if sde else beta for beta in betas]
-    assert there["betas"] == pytest.approx(moved, rel=0, abs=4e-16 * max(1, scale))
-    assert (back["lr"], back["eps"]) == pytest.approx((lr, 1e-8), rel=1e-15)
-    assert back["betas"] == pytest.approx(betas, rel=1e-15 * max(1.0, 1 / scale))
 
 
 @pytest.mark.parametrize(
@@ -243,3 +231,51 @@ def test_infeasible_values_are_refused_before_any_group_changes() -> None:
         with pytest.raises(ValueError, match=rf"scale {scale} with beta1={beta}.*below {limit}\."):
             rates.apply()
         assert before == moving(optimizer.param_groups)
+
+
+COUNTS = st.integers(1, 64)
+
+
+def test_one_global_batch_size() -> None:
+    """Case 23: a shared loader batch of 12 is 12 on any number of ranks; 3 on each of 4, accumulated twice, is 24."""
+    shared = [batch_scale([12], world_size=ranks, split_batches=True).global_batch_size for ranks in (1, 4, 5)]
+    assert shared == [12, 12, 12]
+    assert batch_scale([3], 2, world_size=4).global_batch_size == 24
+
+
+@given(factors=st.tuples(COUNTS, COUNTS, COUNTS), base_ranks=COUNTS, base=st.integers(1, 10**6))
+def test_scale_depends_on_the_global_batch_alone(factors: tuple[int, int, int], base_ranks: int, base: int) -> None:
+    """It is the ratio to the base batch; without one that of the ranks, also where a loader has no batch size."""
+    total = math.prod(factors)
+    for loader, ranks, window in itertools.permutations(factors):
+        assert batch_scale([loader], window, world_size=ranks, base_batch_size=base) == BatchScale(total, base)
+        batch = batch_scale([loader] * 2, window, world_size=ranks, base_world_size=base_ranks)
+        assert batch == BatchScale(total, loader * window * base_ranks)
+        unknown = batch_scale([loader, None], window, world_size=ranks, base_world_size=base_ranks)
+        assert (batch.scale, False) == (unknown.scale, unknown.known)
+        shared = batch_scale([loader * window], ranks, world_size=base_ranks, split_batches=True, base_batch_size=base)
+        assert (shared, total / base) == (BatchScale(total, base), shared.scale)
+        assert batch_scale([loader], world_size=ranks, split_batches=True) == BatchScale(loader, loader)
+
+
+def test_a_base_batch_needs_the_size_of_a_batch() -> None:
+    with pytest.raises(ValueError, match=r"base_batch_size=64 needs .* batch sizes \[8, 4\]. Give the loader"):
+        batch_scale([8, 4], world_size=2, base_batch_size=64)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("lr_scaling", SCALINGS)
+def test_multipliers_of_a_step_are_those_of_a_toy(rule: str, lr_scaling: str) -> None:
+    """The multiplier is the step of equal samples over the base step on one node, computed by the rule itself."""
+
+    def gradient(size: int, nodes: int) -> float:
+        """Return the reduced gradient of samples with the gradient 1, each on a rank of its own."""
+        pairs = [RULES[rule].share(Place(rank, size, 0, size // nodes), 1.0) for rank in range(size)]
+        return sum(float(w) for w, _ in pairs) / sum(float(z) for _, z in pairs)
+
+    for size, nodes in itertools.product((8, 16, 32, 128), (1, 2)):
+        growth = gradient(size, nodes) / gradient(16, 1)
+        factor = SCALINGS[lr_scaling].factor(size / 16)
+        message = counted_twice(rule, SCALINGS[lr_scaling], size / 16, nodes=nodes)
+        assert bool(message) == (factor != 1 and growth != pytest.approx(1))
+        assert not message or f"an SGD step is {growth * factor:.6g} times the base step" in message

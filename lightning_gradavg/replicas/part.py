@@ -238,8 +238,8 @@ class Replicas(OneForward):
             return
         if self._options.one_device:
             enter(synchronized_batch_norm(run.world))
-        # Of as many updates as there are pieces, ranks have lists of different lengths.
-        for metric in run.module.modules() if self._in_pieces else ():
+        # Of as many updates as there are pieces, or entries as samples, ranks have lists of different lengths.
+        for metric in run.module.modules():
             if isinstance(metric, Metric) and metric.process_group is None:
                 enter(gathers_lists(metric, run.world, _within_a_piece))
 
