@@ -88,6 +88,14 @@ SAVES = st.builds(lambda *place: Act("save", *place), HOOKS, st.integers(0, 1), 
     whole=False,
     options={"accumulate_grad_batches": 3, "limit_train_batches": 5, "looks": [Act("look", "start")]},
 )
+@example(
+    order=Order("augmented stream", 9, 4),
+    worlds=[1, 1, 1],
+    limits=(None, None),
+    place=Act("save", "validation", 0),  # of the end of an epoch, which it still is where the resumed run saves at once
+    whole=True,
+    options={"accumulate_grad_batches": 1},
+)
 def test_what_remains_is_what_an_uninterrupted_run_trains_on(
     world, tmp_path_factory, order, worlds, limits, place, whole, options
 ):

@@ -86,6 +86,8 @@ class NumberedLoader(SplitLoader):
         start: Where the next passes begin, until something is trained on.
     """
 
+    _loaded: LoaderState  # of the checkpoint that the run resumes
+
     def __init__(self, loader: Any, split: Split, world: World, progress: Progress) -> None:
         super().__init__(loader, split, world)
         self.progress, self.behind = progress, Numbers()
@@ -102,7 +104,7 @@ class NumberedLoader(SplitLoader):
         An incomplete window is repeated.
         """
         if self.start is not None:
-            return self.start
+            return self._loaded
         progress, loop, sources = self.progress, self.progress.loop, Sources(self.loader)
         state = LoaderState(snapshots={}, samplers=sources.samplers(), now=sources.snapshot(), batches=0, digest="")
         order = next((each.begun.order for each in loop.iterators if each.loader is self and each.begun), None)
@@ -123,6 +125,8 @@ class NumberedLoader(SplitLoader):
 
     def load_state_dict(self, state_dict: LoaderState) -> None:
         """Have the next passes go on from there."""
+        self._loaded = state_dict
+        # Passes note there what they draw from; saved with that, the end of an epoch would be taken for its begin.
         self.start = {**state_dict, "snapshots": dict(state_dict["snapshots"])}
         self.progress.go_on(state_dict["now"]["random"])
 
