@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,11 +19,6 @@ from lightning_gradavg.reduction.reference import combine
 from lightning_gradavg.rules import RULES, Rule, Share, resolve_rule, share_of
 
 ROOT = resolve_rule(root)
-HALVES = Rule("halves", lambda place, _: Share(0.5 / place.ranks_on_node, 1.0), uses_weight=False, formula="")
-EVERY_RULE = (*RULES.values(), ROOT, HALVES)
-WEIGHTED_RULES = tuple(rule for rule in EVERY_RULE if rule.uses_weight)
-every_rule = pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: rule.name)
-every_weighted_rule = pytest.mark.parametrize("rule", WEIGHTED_RULES, ids=lambda rule: rule.name)
 
 
 @dataclass(frozen=True)
@@ -37,10 +32,6 @@ class Pairs:
     def combined(self, rule: Rule | str) -> Tensor:
         return combine(self.gradients, rule=resolve_rule(rule), nodes=self.nodes, weights=self.weights)
 
-    def at(self, order: Sequence[int]) -> Pairs:
-        of_order = ([numbers[i] for i in order] for numbers in (self.nodes, self.weights))
-        return Pairs(self.gradients[list(order)], *of_order)
-
 
 @st.composite
 def drawn_pairs(draw: st.DrawFn) -> Pairs:
@@ -53,27 +44,10 @@ def drawn_pairs(draw: st.DrawFn) -> Pairs:
 few = settings(max_examples=20)
 
 
-def some(test: Any) -> Any:
-    return few(given(pairs=drawn_pairs())(test))
-
-
-def assert_same(expected: Tensor, actual: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
-@every_rule
-@few
-@given(pairs=drawn_pairs(), data=st.data())
-def test_order_of_ranks_and_nodes_does_not_matter(rule: Rule, pairs: Pairs, data: st.DataObject) -> None:
-    order = data.draw(st.permutations(range(len(pairs.nodes))))
-    assert_same(pairs.combined(rule), pairs.at(order).combined(rule))
-    assert_same(pairs.combined(rule), replace(pairs, nodes=[7 - node for node in pairs.nodes]).combined(rule))
-
-
-@every_weighted_rule
+@pytest.mark.parametrize("rule", ["weighted_mean", "normalized_sum", ROOT], ids=str)
 @few
 @given(pairs=drawn_pairs(), zero=st.sampled_from([0, 0.0, False]), data=st.data())
-def test_weight_0_contributes_nothing(rule: Rule, pairs: Pairs, zero: Any, data: st.DataObject) -> None:
+def test_weight_0_contributes_nothing(rule: Any, pairs: Pairs, zero: Any, data: st.DataObject) -> None:
     absent = data.draw(st.sets(st.sampled_from(range(len(pairs.nodes)))))
     weights = [zero if i in absent else weight for i, weight in enumerate(pairs.weights)]
     results = []
@@ -84,20 +58,6 @@ def test_weight_0_contributes_nothing(rule: Rule, pairs: Pairs, zero: Any, data:
     assert results[0].isfinite().all()
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
-
-
-@some
-def test_rules_that_differ_by_their_scale(pairs: Pairs) -> None:
-    count = len(pairs.nodes)
-    assert_same(pairs.gradients.sum(0), pairs.combined("sum"))
-    assert_same(count * pairs.combined("mean"), pairs.combined("sum"))
-    sums = replace(pairs, gradients=pairs.gradients * torch.tensor(pairs.weights, dtype=torch.float64)[:, None])
-    assert_same(pairs.combined("weighted_mean"), sums.combined("normalized_sum"))
-    for scale in (1e-3, 2.0**40):
-        scaled = replace(pairs, weights=[scale * weight for weight in pairs.weights])
-        assert_same(pairs.combined("weighted_mean"), scaled.combined("weighted_mean"))
-        assert_same(pairs.combined("normalized_sum") / scale, scaled.combined("normalized_sum"))
-        assert_same(pairs.combined("mean"), replace(pairs, weights=[scale] * count).combined("weighted_mean"))
 
 
 Reduce = Callable[[Tensor], Tensor]
@@ -111,7 +71,8 @@ TWO_LEVELS: dict[str, tuple[Reduce, Reduce]] = {
 
 
 @pytest.mark.parametrize("name", TWO_LEVELS)
-@some
+@few
+@given(pairs=drawn_pairs())
 def test_node_rules_are_two_levels(name: str, pairs: Pairs) -> None:
     """Within every node and then across them, even or not."""
     within, across = TWO_LEVELS[name]
@@ -119,7 +80,8 @@ def test_node_rules_are_two_levels(name: str, pairs: Pairs) -> None:
         pairs.gradients[[i for i, other in enumerate(pairs.nodes) if other == node]]
         for node in sorted(set(pairs.nodes))
     ]
-    assert_same(across(torch.stack([within(g) for g in of_node])), pairs.combined(name))
+    expected = across(torch.stack([within(g) for g in of_node]))
+    torch.testing.assert_close(pairs.combined(name), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_rule_that_uses_weights_is_not_asked_for_nothing() -> None:
