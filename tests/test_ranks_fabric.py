@@ -69,18 +69,6 @@ def test_a_gather_crosses_ranks(loop, weight, told):
     assert approx(2 * SQUARES) == module.gradient
 
 
-@pytest.mark.parametrize(("weight", "expected"), [(2, [0.5, 0.5, 0.0, 1.0]), (0, [1.0, 0.0, 0.0, 1.0])])
-@either_loop
-@on_ranks()
-def test_sparse_gradients(loop, weight, expected):
-    """One row of its own on each rank, and one that both have; a weight of 0 leaves a rank none."""
-    a_loop, module = loop(**WEIGHTED), nn.Embedding(4, 1, sparse=True)
-    model = a_loop.set_up(module)
-    a_loop.backward(model(torch.tensor([dist.get_rank(), 3])).sum(), weight=[2, weight][dist.get_rank()])
-    assert module.weight.grad is not None
-    assert expected == module.weight.grad.to_dense().flatten().tolist()
-
-
 @on_ranks()
 def test_models_one_after_another():
     """A loop may set up a model after another, as in cross-validation, and nothing of the first is kept."""

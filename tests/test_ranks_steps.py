@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from grids import covering
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_module
 from ranks import make_trainer, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -545,3 +548,58 @@ def test_the_monitor_waits_for_a_step_that_is_taken():
     strategy.observe_next_step()
     trainer.fit(Stepped(mean_loss), loader([[[torch.nan, 2.0][dist.get_rank()]], [2.0 + 2 * dist.get_rank()]]))
     assert strategy.report().gradient_norm == 3
+
+
+TARGETS = long([[[1, 2], [3, -100], [-100, 4]]] * 2)
+NOTHING = "rank 1 has a micro-batch of weight 0, which contributes nothing to the gradient"
+SAMPLES = "n = samples of the batch, as no weight is given"
+IGNORED = (
+    "integer tensors of a batch hold -100, the targets that torch's losses ignore, and no weight is given: the loss is"
+    " then weighted by its samples, including the ignored ones"
+)
+
+
+# Beside the loss, what a step returns for a batch; the options, the batches, and what is said.
+SAID: dict[str, tuple[Callable[[Tensor], dict[str, Any]], Any, Any, list[str]]] = {
+    "no weight": (lambda batch: {"weight": None, "height": 4, "weights_of": 1}, WEIGHTED, FEWER, [SAMPLES]),
+    "a word of the user": (lambda batch: {"weights": 3}, {"reduction": "sum"}, FEWER, []),
+    "ignored targets": (lambda batch: {}, WEIGHTED, TARGETS, [SAMPLES, IGNORED]),
+    "ignored targets of split batches": (lambda batch: {}, {"split_batches": True}, TARGETS, [SAMPLES, IGNORED]),
+    "ignored targets under the mean": (lambda batch: {}, {}, TARGETS, []),
+    "a weight": (lambda batch: {"weight": (batch != -100).sum()}, WEIGHTED, TARGETS, []),
+    "a weight of 0": (lambda batch: {"weight": 1 - dist.get_rank()}, WEIGHTED, FEWER, [NOTHING]),
+}
+
+
+def heard(name: str) -> list[str]:
+    """Body: return what this rank is told of the samples n, and warned of weights."""
+    given, strategy, of_ranks, _ = SAID[name]
+    module = partial(Stepped, lambda module, batch: {"loss": mean_loss(module, batch), **given(batch)})
+    with warnings.catch_warnings(record=True) as caught, patch.object(rank_zero_module.log, "info") as info:
+        warnings.simplefilter("always")
+        train(of_ranks, None, strategy, module=module)
+    told = [call.args[0].removeprefix("GradAvgStrategy: ") for call in info.call_args_list]
+    warned = [str(one.message) for one in caught if "weight" in str(one.message)]
+    return [line.partition(".")[0] for line in told + warned if line.startswith("n = ") or line in warned]
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_stands_in_for_a_weight_is_said_once(world, name):
+    """By rank 0, or by the rank that it is about."""
+    said = SAID[name][-1]
+    assert ([[], said] if said == [NOTHING] else [said, []]) == world(2).run(heard, name)
+
+
+def resume_from_stock(path: str) -> int:
+    """Body: continue a checkpoint of stock DDP under a rule; return how many times the steps of the first it has."""
+    batches, steps = loader([[1.0], [2.0]]), list[int]()
+    for epochs, strategy in enumerate((DDPStrategy(), GradAvgStrategy(reduction="weighted_mean")), 1):
+        trainer = make_trainer(strategy, max_epochs=epochs, use_distributed_sampler=False)
+        trainer.fit(Stepped(mean_loss), batches, ckpt_path=path if epochs > 1 else None)
+        trainer.save_checkpoint(path)
+        steps.append(trainer.global_step)
+    return steps[1] // steps[0]
+
+
+def test_a_checkpoint_of_stock_ddp_goes_on_under_another_rule(world, tmp_path):
+    assert [2, 2] == world(2).run(resume_from_stock, str(tmp_path / "stock.ckpt"))
