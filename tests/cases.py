@@ -222,11 +222,6 @@ DDP_OPTIONS: Sequence[Mapping[str, Any]] = (
 HOOKS: Mapping[str, tuple[float, Mapping[str, Any]]] = {
     "a partial function": (2, {"ddp_comm_hook": partial(doubling)}),
     "a hook in 16 bits": (1, {"ddp_comm_hook": default_hooks.fp16_compress_hook}),
-    "a hook in bfloat16": (1, {"ddp_comm_hook": default_hooks.bf16_compress_hook}),
-    "a hook that torch wraps": (
-        2,
-        {"ddp_comm_hook": doubling, "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper},
-    ),
     "a wrapped hook": (6, {"ddp_comm_hook": doubling, "ddp_comm_wrapper": tripled}),
     "a wrapper alone": (3, {"ddp_comm_wrapper": tripled}),
 }

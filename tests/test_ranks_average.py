@@ -18,10 +18,8 @@ from ranks import Raised, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gradavg.place import Place
 from lightning_gradavg.reduction import average
 from lightning_gradavg.reduction.average import average_gradients
-from lightning_gradavg.rules import Share
 
 Gradients = Sequence["Tensor | None"]
 
@@ -183,10 +181,6 @@ def ending_in(gradient: Tensor) -> Callable[[nn.Module], list[Tensor]]:
     return lambda model: [*model.parameters(), table]
 
 
-def of_tensors(place: Place, weight: Any) -> Share:
-    return Share(torch.tensor(torch.nan), 1.0)
-
-
 def pair(outputs: int) -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, outputs))
 
@@ -202,7 +196,6 @@ MISUSES: dict[str, tuple[Sequence[int], dict[str, Any], str]] = {
         {"reduction": "normalized_sum", "weight": 5e-324},
         r"\[1\.0, 1\.0, 1\.0\] and the normalizer 1\.5e-323\. .* quotients, are finite",
     ),
-    "a tensor for a share": (EVERYWHERE, {"reduction": of_tensors}, r"the multipliers \[nan, nan, nan\]"),
     "other reduction": ([1], {"reduction": "mean"}, r"cannot reduce: reduction='weighted_mean'.*; reduction='mean'"),
     "no reduction": ([1], {"reduction": "median"}, r"on rank 1: reduction='median' is not.* Did you mean 'mean'"),
     "fewer parameters": ([2], {"source": lambda model: model[0]}, "4 parameters on ranks 0, 1; 2 parameters on rank 2"),

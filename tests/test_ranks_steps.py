@@ -1,4 +1,4 @@
-"""Training steps of every kind in a real Trainer, with numbers by hand or of one process.
+"""Training steps of every kind in a real Trainer, with numbers by hand, of one process or of stock DDP.
 
 `cases.py` has rules, weights, windows and options. Here a step, a model, a callback or a precision is special.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,14 +17,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from grids import covering
+from grids import covering, grid
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
 from ranks import make_trainer, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from toys import (
     AWARE,
@@ -44,6 +45,7 @@ from toys import (
 )
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy
+from lightning_gradavg.rules import RULES
 
 pytestmark = [
     *AWARE,
@@ -107,14 +109,6 @@ def again_on_rank_1(module: Any, batch: Tensor, optimizer: Any) -> None:
     module.manual_backward(mean_loss(module, batch))
     for _ in range(1 + int(dist.get_rank() == 1 and batch.item() == 7)):
         optimizer.step()
-
-
-def reduced(module: Any, batch: Tensor, optimizer: Any) -> None:
-    """Write a gradient of one's own, reduced by oneself."""
-    (gradient,) = torch.autograd.grad(mean_loss(module, batch), module.net.w)
-    dist.all_reduce(gradient)
-    module.net.w.grad = gradient
-    optimizer.step()
 
 
 def kept_graph(module: Any, batch: Tensor, optimizer: Any) -> None:
@@ -291,12 +285,7 @@ def labeled(module: Any, batch: Any) -> Any:
     return {"loss": nn.functional.cross_entropy(module.net(tokens), labels), "weight": (labels != -100).sum()}
 
 
-def mixed(module: Any, batch: Tensor) -> Any:
-    return {"loss": module.net(batch).float().square().mean(), "weight": 4096 * len(batch)}
-
-
 LABELED = partial(Stepped, labeled, lambda: nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11)))
-MIXED = partial(Stepped, mixed, lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)))
 TOKENS, LABELS = torch.arange(6), torch.arange(1, 7)
 
 
@@ -386,7 +375,6 @@ RUNS: dict[str, Run] = {
         )
         for (algorithm, expected), reduction, window in covering(CLIPPED, ("mean", "sum", "weighted_mean"), (1, 2))
     },
-    "what is reduced by hand": Run(by_hand(reduced), [[[2.0]], [[4.0]]], [6.0], {"reduction": "sum"}),
     "two backwards of a graph": Run(by_hand(kept_graph), [[[1.0]], [[5.0]]], [4 + 10.0]),
     "a backward that a hook prevents": Run(by_hand(interrupted), [[[1.0]], [[5.0]]], [2 * (3 * 1 + 5) / 4]),
     "a gradient that is not reduced": drifts(direct, [1, 1, 1], 1),
@@ -505,22 +493,6 @@ def test_a_step_by_hand_or_the_same_error(world, name):
     assert [approx(one, run.tolerance) for one in expected] == found
 
 
-def train_mixed(rows: Any, precision: str, scale: float | None) -> Seen:
-    plugin = MixedPrecision(precision, "cpu", torch.amp.GradScaler("cpu", init_scale=scale) if scale else None)
-    return train(rows, None, WEIGHTED, module=MIXED, plugins=[plugin], accumulate_grad_batches=len(rows[0]))
-
-
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize(("precision", "scale", "tolerance"), [("16-mixed", 2.0**15, 2e-3), ("bf16-mixed", None, 2e-2)])
-def test_mixed_precision(world, precision, scale, tolerance, window):
-    """Weights of thousands do not overflow a loss scaled by 2**15: the step is that of float32, rounded."""
-    draw = torch.Generator().manual_seed(10)
-    rows = [[torch.randn(n, 6, generator=draw) for _ in range(window)] for n in (3, 1)]
-    (found,) = same_everywhere(world(2).run(train_mixed, rows, precision, scale)).weights
-    before, expected = alone(MIXED(), rows, window)
-    assert torch.linalg.norm(found - expected) <= tolerance * torch.linalg.norm(expected - before)
-
-
 def lost_at_0(module: Any, batch: Tensor) -> Tensor | None:
     return None if batch[0] == 0 else mean_loss(module, batch)
 
@@ -600,3 +572,95 @@ def resume_from_stock(path: str) -> int:
 
 def test_a_checkpoint_of_stock_ddp_goes_on_under_another_rule(world, tmp_path):
     assert [2, 2] == world(2).run(resume_from_stock, str(tmp_path / "stock.ckpt"))
+
+
+ONE_PARAMETER = 1024
+
+
+class TwoBuckets(Toy):
+    """Two parameters, each a bucket of its own under a small cap."""
+
+    def __init__(self) -> None:
+        super().__init__(start=[1.0] * ONE_PARAMETER, dtype=torch.float32)
+        self.v = nn.Parameter(torch.ones(ONE_PARAMETER))
+        self.hooks = -1
+
+    def on_train_start(self) -> None:
+        self.hooks = len(self.trainer.strategy.model._comm_hooks)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return ((self.w + self.v).mean() * batch).mean()
+
+
+def count_reductions(reduction: str | None, micro_batches: int, window: int) -> Counter[int]:
+    """Body: return how often an all-reduce of each number of elements ran, and, as 0, the exchanges of short rows.
+
+    Without a rule of stock DDP; with one the strategy adds no communication hook to it.
+    """
+    model = TwoBuckets()
+    given: Any = {"bucket_cap_mb": 0.001}
+    strategy = DDPStrategy(**given) if reduction is None else GradAvgStrategy(reduction=reduction, **given)
+    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False, accumulate_grad_batches=window)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
+        trainer.fit(model, loader([[1.0 + dist.get_rank()]] * micro_batches))
+    assert model.hooks == 0
+    sizes = Counter(int(np.prod(e.input_shapes[0])) for e in record.events() if e.name == "gloo:all_reduce")
+    sizes[0] = sum(e.name.startswith("gloo:all_to_all") for e in record.events())
+    return sizes
+
+
+@pytest.mark.skipif(
+    torch.__version__ < "2.6", reason="the profiler of an older torch records no shapes of gloo's events"
+)
+@pytest.mark.parametrize(("reduction", "window"), [("sum", 3), ("weighted_mean", 1), ("weighted_mean", 3)])
+def test_number_of_collectives(world, reduction, window):
+    """Case 16: over windows 2 to 4, 6 gradient reductions as in stock DDP, and at most 3 small ones."""
+    (_, ours), (_, stock) = (
+        [
+            after - before
+            for before, after in zip(
+                *(world(2).run(count_reductions, rule, n * window, window) for n in (1, 4)), strict=True
+            )
+        ]
+        for rule in (reduction, None)
+    )
+    assert 6 == stock[ONE_PARAMETER] == ours[ONE_PARAMETER]
+    assert {ONE_PARAMETER} == {size for sizes in (ours, stock) for size in sizes if size >= ONE_PARAMETER}
+    # One per window under rules with weights, and one per micro-batch, where Lightning broadcasts a flag.
+    assert {0: 3 * RULES[reduction].uses_weight + 3 * window} == dict(ours - stock)
+
+
+class Wide(Toy):
+    """Random float32 gradients of many magnitudes."""
+
+    def __init__(self) -> None:
+        super().__init__(start=[1.0] * 300, dtype=torch.float32)
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(300, 50), nn.Tanh(), nn.Linear(50, 7))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        generator = torch.Generator().manual_seed(int(batch[0]))
+        x = torch.randn(6, 300, generator=generator) * torch.logspace(-9, 5, 300)
+        return self.net(x * self.w).square().sum()  # a mean divides one bit away
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "window"),
+    [
+        *grid([1, 2, 3], [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.01}], [1, 2]),
+        *grid([1, 2, 3], [WEIGHTED], [1]),
+    ],
+)
+def test_the_mean_and_equal_weights_are_stock_ddp(world, world_size, options, window):
+    """The bits of stock DDP, on 3 ranks too, where 1/W is rounded, and for weights of 49, where 49 * (1 / 49) < 1."""
+    batches = [[[10.0 * step + rank] * 49 for step in range(4)] for rank in range(world_size)]
+    precision = "64-true" if "reduction" in options else "32-true"
+    given = {"module": Wide, "accumulate_grad_batches": window, "precision": precision}
+    of_ddp = {name: value for name, value in options.items() if name != "reduction"}
+    ours, stock = (
+        same_everywhere(world(world_size).run(train, batches, None, chosen, of=of, **given))
+        for of, chosen in ((GradAvgStrategy, options), (DDPStrategy, of_ddp))
+    )
+    assert 4 // window == len(ours.gradients)
+    for mine, theirs in zip(ours.gradients, stock.gradients, strict=True):
+        assert torch.equal(mine, theirs)
