@@ -43,7 +43,7 @@ class Line(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.first, self.second = (nn.Parameter(torch.ones(2, dtype=case.dtype)) for _ in range(2))
-        self.register_buffer("forwards", torch.zeros(()))  # which DDP broadcasts, in validation, too
+        self.register_buffer("forwards", torch.zeros(()))  # which DDP broadcasts
         self.train_only(case.begins)
 
     def train_only(self, names: Sequence[str]) -> None:
@@ -157,11 +157,6 @@ class Manual(Automatic):
             loop.optimizer.step()
 
 
-class Validated(Automatic):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.net(1.0)
-
-
 class Sharded(Automatic):
     def configure_model(self) -> None:
         from torch.distributed._composable.fsdp import fully_shard  # noqa: PLC0415  # slow
@@ -201,13 +196,9 @@ READS: Mapping[str, Callable[[list[Any]], Any]] = {
 
 
 def fit(model: Automatic, batches: Any, strategy: Any = None, **options: Any) -> Grads:
-    case, every = model.case, 1 if model.case.runs > 1 else None
+    case = model.case
     strategy = strategy or GradAvgStrategy(reduction=case.reduction, **case.options)
-    of_run = {**AS_THEY_ARE, "num_sanity_val_steps": 0, "val_check_interval": every}
-    trainer = make_trainer(strategy, nodes=case.nodes, **of_run, **options)
-    for epochs in range(1, 1 + case.runs):
-        trainer.fit_loop.max_epochs = epochs
-        trainer.fit(model, batches, as_they_are([1, 2]) if every else None)
+    make_trainer(strategy, nodes=case.nodes, max_epochs=1, **AS_THEY_ARE, **options).fit(model, batches)
     return model.gradients
 
 
@@ -218,8 +209,7 @@ def in_a_row(windows: Sequence[Sequence[Any]]) -> list[Any]:
 def automatic(case: Case, model: Any = None, strategy: Any = None) -> Grads:
     longest = max(len(window) for of_rank in case.windows for window in of_rank)
     loader = READS[case.reads](in_a_row(case.windows[dist.get_rank()]))
-    model = model or (Validated if case.runs > 1 else Automatic)
-    return fit(model(case), loader, strategy, accumulate_grad_batches=longest)
+    return fit((model or Automatic)(case), loader, strategy, accumulate_grad_batches=longest)
 
 
 def split(case: Case) -> Grads:

@@ -444,7 +444,7 @@ RUNS: dict[str, Run] = {
         f"a parameter that DDP ignores under {strategy}": Run(
             OwnPart, [[[-1.0]]] * 2, "DDP was told to ignore the parameter 'own'", strategy
         )
-        for strategy in ({"reduction": "sum"}, WEIGHTED, {"split_batches": True})
+        for strategy in (WEIGHTED, {"split_batches": True})
     },
 }  # fmt: skip
 
@@ -456,7 +456,6 @@ RUNS |= {
     },
     "a compiled MLP": as_one(partial(MLP, "compile"), shares(5), tolerance=1e-5),
     "an MLP with unused parameters": as_one(partial(MLP, "unused"), shares(5), unused=True),
-    "an MLP in float64": as_one(lambda: MLP().double(), shares(5, torch.float64), 2, 1e-12),
     "labels that a rank ignores": as_one(
         LABELED, [[(TOKENS, LABELS)] * 3, [(TOKENS, torch.full_like(LABELS, -100))] * 3]
     ),
