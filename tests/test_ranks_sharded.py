@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
-from toys import AWARE, MLP, WEIGHTED, Seen, alone, flat, same_everywhere, shares, train
+from toys import AWARE, COUNTS, MLP, WEIGHTED, Seen, alone, flat, same_everywhere, shares, train
 
 from lightning_gradavg import GradAvgModelParallelStrategy
 from lightning_gradavg.fabric import GradAvgModelParallelStrategy as OfFabricSharded
@@ -143,13 +143,13 @@ class Sharded(MLP):
         if self.kind == "unfrozen":
             self.second.requires_grad_(True)
         x, y = batch
-        loss = cross_entropy(self.body(x), y)
+        loss = cross_entropy(self.body(x), y, reduction="sum" if self.kind == "sum" else "mean")
         if self.kind == "plain backward":
             return loss.backward()
         if self.kind == "graphless":
             return {"loss": torch.zeros(()), "weight": 0}
-        if self.kind == "mean":
-            return loss
+        if self.kind in ("sum", "mean"):
+            return loss / sum(COUNTS) if self.kind == "sum" else loss
         return {"loss": loss, "weight": dist.get_rank() if self.kind == "peers" else weight_of(x)}
 
 
@@ -181,7 +181,9 @@ LAYOUTS = [
 WAYS = [(kind, window) for window in (3, 1) for kind in ("weighted_mean", "manual", "fabric")]
 
 
-@pytest.mark.parametrize(("layout", "way"), grid(LAYOUTS, WAYS, strength=1), ids=str)
+@pytest.mark.parametrize(
+    ("layout", "way"), [*grid(LAYOUTS, WAYS, strength=1), (Layout(fsdp_tp, (3, 1), 2), ("sum", 1))], ids=str
+)
 def test_weights_are_those_of_one_process(world, layout, way):
     """With clipping, over windows the last of which is short."""
     (kind, window), ranks = way, world(layout.ranks)
@@ -191,7 +193,7 @@ def test_weights_are_those_of_one_process(world, layout, way):
         batches, options = layout.batches(5, window if kind == "manual" else 0), {}
         if kind != "manual":
             options = {"accumulate_grad_batches": window, "gradient_clip_val": CLIP}
-        strategy = {**WEIGHTED, **layout.sizes}
+        strategy = {"reduction": "sum" if kind == "sum" else "weighted_mean", **layout.sizes}
         toy = {"shard": layout.shard, "kind": kind}
         seen = ranks.run(train, batches, toy, strategy, None, Sharded, GradAvgModelParallelStrategy, **options)
     _, *expected = alone(MLP().double(), shares(5, torch.float64), window, CLIP)
