@@ -1,4 +1,7 @@
-"""Every row of `cases.py`, in every way that a user may train: the gradient by hand, or the same error on all ranks."""
+"""Every row of `cases.py`, in every way that a user may train: the gradient by hand, or the same error on all ranks.
+
+Below are whole runs and loaders where ranks have different numbers of batches.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,13 @@ import torch
 import torch.distributed as dist
 from cases import CASES, CLEARED, CLEARS, Case, Fails, Steep, Trains, uses_weight
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from loops import OfFabric, OfTorch, OfTrainer
-from ranks import make_trainer
+from ranks import RankError, make_trainer, on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from toys import AWARE, approx
+from toys import AWARE, Seen, Toy, approx, loader, same_everywhere
 
 from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy, average_gradients
 
@@ -25,6 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.training_step. returned .None."),
 ]
+AS_THEY_ARE: Any = {"use_distributed_sampler": False}
 SLOPES = torch.tensor([1.0, -2.0, 3.0, 0.5], dtype=torch.float64)
 """A loss of gradient g has these multiples of it, so that a sharded model has some on each rank."""
 
@@ -37,7 +43,7 @@ class Line(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.first, self.second = (nn.Parameter(torch.ones(2, dtype=case.dtype)) for _ in range(2))
-        self.register_buffer("forwards", torch.zeros(()))  # which DDP broadcasts, in validation, too
+        self.register_buffer("forwards", torch.zeros(()))  # which DDP broadcasts
         self.train_only(case.begins)
 
     def train_only(self, names: Sequence[str]) -> None:
@@ -151,11 +157,6 @@ class Manual(Automatic):
             loop.optimizer.step()
 
 
-class Validated(Automatic):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.net(1.0)
-
-
 class Sharded(Automatic):
     def configure_model(self) -> None:
         from torch.distributed._composable.fsdp import fully_shard  # noqa: PLC0415  # slow
@@ -195,13 +196,9 @@ READS: Mapping[str, Callable[[list[Any]], Any]] = {
 
 
 def fit(model: Automatic, batches: Any, strategy: Any = None, **options: Any) -> Grads:
-    case, every = model.case, 1 if model.case.runs > 1 else None
+    case = model.case
     strategy = strategy or GradAvgStrategy(reduction=case.reduction, **case.options)
-    of_run = {"use_distributed_sampler": False, "num_sanity_val_steps": 0, "val_check_interval": every}
-    trainer = make_trainer(strategy, nodes=case.nodes, **of_run, **options)
-    for epochs in range(1, 1 + case.runs):
-        trainer.fit_loop.max_epochs = epochs
-        trainer.fit(model, batches, as_they_are([1, 2]) if every else None)
+    make_trainer(strategy, nodes=case.nodes, max_epochs=1, **AS_THEY_ARE, **options).fit(model, batches)
     return model.gradients
 
 
@@ -212,8 +209,7 @@ def in_a_row(windows: Sequence[Sequence[Any]]) -> list[Any]:
 def automatic(case: Case, model: Any = None, strategy: Any = None) -> Grads:
     longest = max(len(window) for of_rank in case.windows for window in of_rank)
     loader = READS[case.reads](in_a_row(case.windows[dist.get_rank()]))
-    model = model or (Validated if case.runs > 1 else Automatic)
-    return fit(model(case), loader, strategy, accumulate_grad_batches=longest)
+    return fit((model or Automatic)(case), loader, strategy, accumulate_grad_batches=longest)
 
 
 def split(case: Case) -> Grads:
@@ -301,3 +297,74 @@ def test_gradient_by_hand(world, way, case):
     assert by_hand(case) == [gradient.tolist() for gradient in first]
     for other in others:
         assert all(torch.equal(*map(torch.nan_to_num, pair)) for pair in zip(first, other, strict=True))
+
+
+class Counted(Toy):
+    """Notes what Lightning calls and logs."""
+
+    def __init__(self) -> None:
+        super().__init__(start=0.0, lr=0.1)
+        self.noted: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("first", batch[0], on_step=False, on_epoch=True, sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.noted.append("validation")
+
+    def on_train_epoch_end(self) -> None:
+        self.noted.append(float(self.trainer.callback_metrics["first"]))
+
+
+def train_and_validate(folder: str) -> tuple[Seen, list[Any]]:
+    """Body: two epochs with validation and checkpoints."""
+    model, saves = Counted(), ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}")
+    trainer = make_trainer(GradAvgStrategy(), max_epochs=2, callbacks=[saves], enable_checkpointing=True, **AS_THEY_ARE)
+    trainer.fit(model, loader([[[1.0]] * 5, [[3.0]] * 3][dist.get_rank()]), loader([[0.0]]))
+    return model.seen, model.noted
+
+
+def test_two_epochs_with_fewer_batches_on_a_rank(world, tmp_path):
+    """Case 33: five batches of gradient 1 and three of 3 take w from 0 to -0.8 on both ranks, in each epoch."""
+    logged, ended = approx((5 * 1 + 3 * 3) / 8), world(2).run(train_and_validate, str(tmp_path))
+    for _, noted in ended:
+        assert ["validation", "validation", logged, "validation", logged] == noted
+    weights = same_everywhere([seen for seen, _ in ended]).weights
+    assert (approx(-0.8), approx(-1.6), 10) == (weights[4].item(), weights[-1].item(), len(weights))
+    assert {"epoch=0.ckpt", "epoch=1.ckpt"} == {path.name for path in tmp_path.iterdir()}
+
+
+class Both(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.losses(batch["a"]).mean() + self.losses(batch["b"]).mean()
+
+
+@on_ranks()
+def test_two_loaders_are_refused():
+    """Of two streams read together one ends earlier on rank 1."""
+    batches = [torch.ones(1)] * 3
+    streams = {name: READS["stream"](batches[dist.get_rank() * (name == "b") :]) for name in "ab"}
+    trainer = make_trainer(GradAvgStrategy(), max_epochs=1, **AS_THEY_ARE)
+    with pytest.raises(RuntimeError, match="one of the 2 train loaders has no more batches on 1 of 2 ranks"):
+        trainer.fit(Both(), CombinedLoader(streams, "max_size"))
+
+
+def loader_of_run(kind: str, apart: bool) -> str:
+    """Body: return what Lightning reads from, of batches that the ranks may all have."""
+    trainer = make_trainer(GradAvgStrategy(), max_epochs=1, **AS_THEY_ARE)
+    trainer.fit(Toy(), READS[kind]([torch.ones(1) * number + 10 * apart * dist.get_rank() for number in range(3)]))
+    return type(trainer.train_dataloader).__name__
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "expected"),
+    [(2, "list", "DataLoader"), (2, "stream", "JoinedLoader"), (1, "stream", "DataLoader")],
+)
+def test_known_lengths_cost_nothing(world, ranks, kind, expected):
+    assert [expected] * ranks == world(ranks).run(loader_of_run, kind, apart=True)
+
+
+def test_a_stream_that_all_ranks_read_alike_is_warned_of(world):
+    with pytest.raises(RankError, match="all ranks read the same batches of DataLoader over Stream: every"):
+        world(2).run(loader_of_run, "stream", apart=False)

@@ -23,7 +23,7 @@ from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
-from toys import WEIGHTED, approx
+from toys import WEIGHTED, One, approx
 
 import lightning_gradavg
 from lightning_gradavg import GradAvgModelParallelStrategy as OfTrainerSharded
@@ -38,24 +38,9 @@ SQUARES = sum(x * x for x in OF_RANKS[0] + OF_RANKS[1]) / 5
 either_loop = pytest.mark.parametrize("loop", [OfFabric, OfTorch])
 
 
-class Line(nn.Module):
-    """One weight at 1: the gradient of a mean loss is the mean of its samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-    def forward(self, samples: Tensor) -> Tensor:
-        return samples * self.weight
-
-    @property
-    def gradient(self) -> float | None:
-        return None if self.weight.grad is None else self.weight.grad.item()
-
-
-def begin(loop: Callable[..., Any] = OfTorch, **options: Any) -> tuple[Any, Line, Any, Tensor]:
+def begin(loop: Callable[..., Any] = OfTorch, **options: Any) -> tuple[Any, One, Any, Tensor]:
     """Return a loop, a module, what the loop makes of it, and the samples of this rank."""
-    a_loop, module = loop(**{**WEIGHTED, **options}), Line()
+    a_loop, module = loop(**{**WEIGHTED, **options}), One()
     return a_loop, module, a_loop.set_up(module), torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
 
 
@@ -64,7 +49,7 @@ def test_no_option_is_stock():
     """Without options the strategy is Fabric's DDP: the same bits, and no communication hook."""
     found = []
     for a_loop in (OfFabric(strategy="ddp"), OfFabric()):
-        model = a_loop.set_up(module := Line())
+        model = a_loop.set_up(module := One())
         for factor, last in ((1.0, True), (3.0, False), (0.1, True)):
             with a_loop.no_sync(model, enabled=not last):
                 a_loop.backward(model(factor * torch.tensor(OF_RANKS[dist.get_rank()])).mean())
@@ -84,27 +69,15 @@ def test_a_gather_crosses_ranks(loop, weight, told):
     assert approx(2 * SQUARES) == module.gradient
 
 
-@pytest.mark.parametrize(("weight", "expected"), [(2, [0.5, 0.5, 0.0, 1.0]), (0, [1.0, 0.0, 0.0, 1.0])])
-@either_loop
-@on_ranks()
-def test_sparse_gradients(loop, weight, expected):
-    """One row of its own on each rank, and one that both have; a weight of 0 leaves a rank none."""
-    a_loop, module = loop(**WEIGHTED), nn.Embedding(4, 1, sparse=True)
-    model = a_loop.set_up(module)
-    a_loop.backward(model(torch.tensor([dist.get_rank(), 3])).sum(), weight=[2, weight][dist.get_rank()])
-    assert module.weight.grad is not None
-    assert expected == module.weight.grad.to_dense().flatten().tolist()
-
-
 @on_ranks()
 def test_models_one_after_another():
     """A loop may set up a model after another, as in cross-validation, and nothing of the first is kept."""
     a_loop, first, model, x = begin(OfFabric)
     a_loop.backward(model(x).mean(), weight=len(x))
-    found, left = first.gradient, weakref.ref(first.weight)
+    found, left = first.gradient, weakref.ref(first.w)
     del first, model
     gc.collect()
-    model = a_loop.set_up(second := Line())
+    model = a_loop.set_up(second := One())
     a_loop.backward(model(x).mean(), weight=len(x))
     assert (approx(3.6), approx(3.6), None) == (found, second.gradient, left())
 
@@ -149,7 +122,7 @@ def test_reducers_that_take_turns():
     two.backward(second, weight=len(x))
     with torch.no_grad():
         of_one(x)  # has no loss
-    alone, weighs = Line(), {**WEIGHTED, "weight": len(x)}
+    alone, weighs = One(), {**WEIGHTED, "weight": len(x)}
     (gather(alone(x), **weighs) ** 2).mean().backward()
     lightning_gradavg.average_gradients(alone, **weighs)
     assert (approx(3.6), approx(2 * SQUARES)) == (module.gradient, alone.gradient)
@@ -178,9 +151,9 @@ def test_a_loss_may_reach_two_models(loop):
     What a parameter holds before the window is added to it once, even if a third model has that parameter, too.
     """
     a_loop, first, one, x = begin(loop)
-    two = a_loop.set_up(second := Line())
+    two = a_loop.set_up(second := One())
     a_loop.set_up(nn.Sequential(first))
-    first.weight.grad = torch.full((), 100.0, dtype=torch.float64)
+    first.w.grad = torch.full((), 100.0, dtype=torch.float64)
     a_loop.backward(two(one(x)).mean(), weight=len(x))
     some = r"some models are within no_sync\(\) and some are not"
     with pytest.raises(RuntimeError, match=some), a_loop.no_sync(one, enabled=True):
@@ -192,7 +165,7 @@ def epochs() -> list[float | None]:
     """Body: train two shuffled epochs on split batches; return the gradients, and the weight at the end."""
     data: Any = torch.arange(1, 10, dtype=torch.float64)
     torch.manual_seed(3 + dist.get_rank())  # the order is that of rank 0
-    module, loop = Line(), OfFabric(split_batches=True)
+    module, loop = One(), OfFabric(split_batches=True)
     model, loader = loop.set_up(module), loop.fabric.setup_dataloaders(DataLoader(data, 4, shuffle=True))
     optimizer, found = torch.optim.SGD(module.parameters(), lr=0.01), []
     for samples in chain(loader, loader):
@@ -201,7 +174,7 @@ def epochs() -> list[float | None]:
         optimizer.step()
         optimizer.zero_grad()
     assert (len(found), loop.strategy.samples) == (2 * len(loader), None)
-    return [*found, module.weight.item()]
+    return [*found, module.w.item()]
 
 
 def test_split_batches(world):
@@ -266,7 +239,7 @@ def test_names(name):
 @on_ranks()
 def test_ranks_that_reduce_differently(loop, rules):
     with pytest.raises(ValueError, match="reduction='{}', .* on rank 0; reduction='{}', ".format(*rules)):
-        loop(reduction=rules[dist.get_rank()]).set_up(Line())
+        loop(reduction=rules[dist.get_rank()]).set_up(One())
 
 
 @on_ranks()
@@ -275,11 +248,11 @@ def test_models_that_cannot_be_served():
     reducer, group = GradAvgReducer(**WEIGHTED), dist.new_group([0, 1])
     with pytest.raises(RuntimeError, match="call register first"):
         reducer.weigh(torch.ones((), requires_grad=True), weight=1)
-    with pytest.raises(TypeError, match=r"got Line\. Wrap the model first"):
-        reducer.register(Line())
+    with pytest.raises(TypeError, match=r"got One\. Wrap the model first"):
+        reducer.register(One())
     with pytest.raises(ValueError, match="static_graph=True"):
-        reducer.register(DistributedDataParallel(Line(), static_graph=True))
-    first = DistributedDataParallel(Line())
+        reducer.register(DistributedDataParallel(One(), static_graph=True))
+    first = DistributedDataParallel(One())
     reducer.register(first)
     with pytest.raises(ValueError, match="reduced over one process group: use a reducer for each"):
-        reducer.register(DistributedDataParallel(Line(), process_group=group))
+        reducer.register(DistributedDataParallel(One(), process_group=group))

@@ -33,7 +33,7 @@ class Towers(Recorded):
     """One matrix under both towers, and the scale of the logits above them.
 
     The loss is of a rank's own rows or of all, a formula of their `mean` and `sum`; `told` is whether `gather` gets the
-    rule and the weight, `detached` whether it has no gradient.
+    rule and the weight.
     """
 
     def __init__(
@@ -44,13 +44,12 @@ class Towers(Recorded):
         loss: str = "all rows: mean",
         weight: str = "",
         told: bool = False,
-        detached: bool = False,
     ) -> None:
         super().__init__()
         self.m = nn.Parameter(torch.tensor([[1.0, 0.2], [-0.3, 0.8]], dtype=torch.float64))
         self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
         rank = self.seen.rank
-        self.start, self.detached = sum(rows[:rank]), detached
+        self.start = sum(rows[:rank])
         self.names = {"W": len(nodes), "N": N, "nodes": len(set(nodes)), "L": nodes.count(nodes[rank])}
         self.whose, self.formula = loss.split(": ")
         self.weight = N if weight == "N" else rows[rank]
@@ -65,16 +64,9 @@ class Towers(Recorded):
         """Return the loss of a block of rows, the first of which matches the column `start`."""
         return cross_entropy(self.scale * rows @ columns.T, torch.arange(start, start + len(rows)), reduction=how)
 
-    def among(self, everybody: Any, start: int, own: Any) -> list[Tensor]:
-        """Return the rows of all, with gradients in a rank's own alone."""
-        return [torch.cat([x[:start], y, x[start + len(y) :]]) for x, y in zip(everybody, own, strict=True)]
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         own = self.features(batch)
-        with torch.set_grad_enabled(not self.detached):
-            everybody: Any = gather(own, **self.told)
-        if self.detached:
-            everybody = self.among(everybody, self.start, own)
+        everybody: Any = gather(own, **self.told)
         rows, start = (own[0], self.start) if self.whose == "own rows" else (everybody[0], 0)
         losses: Any = {how: self.loss(rows, everybody[1], start, how) for how in ("mean", "sum")}
         return {"loss": evaluate(self.formula, {**losses, **self.names}), **self.given}
@@ -154,13 +146,6 @@ def test_what_is_right(world, reduction, loss, weight, plain, way):
     assert found == ([ONE, ONE] if told or plain != "tell" else [None, mock.ANY])
 
 
-@pytest.mark.parametrize(("whose", "expected"), [("own rows", None), ("all rows", approx(1 / N, 1e-9))])
-def test_what_goes_wrong_without_gradients(world, whose, expected):
-    """Own rows have another direction; all rows 1/W of the gradient, and that of the scale is not too small with it."""
-    variant: Any = {"reduction": "mean", "loss": f"{whose}: mean", "detached": True}
-    assert [expected, ONE] == ratios_of(world, [1] * N, [0] * N, **variant)
-
-
 def test_single_process_numbers():
     """The loss of the full batch is 0.6918260226, and the gradient of M is as computed by hand."""
     loss, gradient = single_process()
@@ -177,7 +162,10 @@ class Cached(Towers):
         with torch.no_grad():
             cached = gather(self.features((A[part], B[part])))
         start, chunk = batch
-        return self.loss(*self.among(cached, int(start), self.features(chunk)))
+        own = self.features(chunk)
+        # The rows of all, with gradients in a rank's own alone.
+        rows = [torch.cat([x[:start], y, x[start + len(y) :]]) for x, y in zip(cached, own, strict=True)]
+        return self.loss(*rows)
 
 
 @pytest.mark.parametrize(("world_size", "reduction", "ratio"), [(1, "mean", 1 / 2), (2, "sum", 1.0)])

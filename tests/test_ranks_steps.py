@@ -1,4 +1,4 @@
-"""Training steps of every kind in a real Trainer, with numbers by hand or of one process.
+"""Training steps of every kind in a real Trainer, with numbers by hand, of one process or of stock DDP.
 
 `cases.py` has rules, weights, windows and options. Here a step, a model, a callback or a precision is special.
 """
@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import re
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,12 +17,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from grids import covering
-from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulationScheduler
-from lightning.pytorch.plugins.precision import MixedPrecision
+from grids import covering, grid
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_module
 from ranks import make_trainer, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from toys import (
     AWARE,
@@ -28,6 +32,7 @@ from toys import (
     GATHERS,
     MLP,
     WEIGHTED,
+    One,
     Recorded,
     Seen,
     Toy,
@@ -40,6 +45,7 @@ from toys import (
 )
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy
+from lightning_gradavg.rules import RULES
 
 pytestmark = [
     *AWARE,
@@ -62,17 +68,6 @@ def test_invariance_grid(world, ranks, accumulation, reduction):
     options = {"accumulate_grad_batches": accumulation}
     seen = same_everywhere(world(ranks).run(train, batches, toy, {"reduction": reduction}, **options))
     assert [approx(weight) for weight in expected] == [weight.item() for weight in seen.weights]
-
-
-class One(nn.Module):
-    """The gradient of a sample is the sample."""
-
-    def __init__(self, start: Any = 1.0) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.tensor(start, dtype=torch.float64))
-
-    def forward(self, samples: Tensor) -> Tensor:
-        return samples * self.w
 
 
 class Stepped(Recorded):
@@ -116,14 +111,6 @@ def again_on_rank_1(module: Any, batch: Tensor, optimizer: Any) -> None:
         optimizer.step()
 
 
-def reduced(module: Any, batch: Tensor, optimizer: Any) -> None:
-    """Write a gradient of one's own, reduced by oneself."""
-    (gradient,) = torch.autograd.grad(mean_loss(module, batch), module.net.w)
-    dist.all_reduce(gradient)
-    module.net.w.grad = gradient
-    optimizer.step()
-
-
 def kept_graph(module: Any, batch: Tensor, optimizer: Any) -> None:
     """Run the backward of named terms, (1 + 3 * 5) / 4 and 10 * 1, and another one of their sum."""
     rank, loss = dist.get_rank(), {"a": mean_loss(module, batch), "b": 10 * mean_loss(module, batch)}
@@ -150,21 +137,6 @@ class Interrupted(Toy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if self.trainer.current_epoch == 0 and batch_idx == 3 else None
-
-
-class Tuned(Stepped):
-    """Lightning's callback unfreezes the backbone at the second epoch, and adds it to the optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda module, batch: (module.backbone(module.net.w) * batch).mean(), partial(One, [1.0]))
-        self.backbone = nn.Linear(1, 1, bias=False).double()
-        nn.init.constant_(self.backbone.weight, 2.0)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.net.parameters(), lr=0.5)
-
-    def configure_callbacks(self) -> Any:
-        return [BackboneFinetuning(1, backbone_initial_lr=0.25, verbose=False)]
 
 
 class Newton(Toy):
@@ -313,12 +285,7 @@ def labeled(module: Any, batch: Any) -> Any:
     return {"loss": nn.functional.cross_entropy(module.net(tokens), labels), "weight": (labels != -100).sum()}
 
 
-def mixed(module: Any, batch: Tensor) -> Any:
-    return {"loss": module.net(batch).float().square().mean(), "weight": 4096 * len(batch)}
-
-
 LABELED = partial(Stepped, labeled, lambda: nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11)))
-MIXED = partial(Stepped, mixed, lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)))
 TOKENS, LABELS = torch.arange(6), torch.arange(1, 7)
 
 
@@ -390,17 +357,10 @@ RUNS: dict[str, Run] = {
         )
         for strategy in ({}, WEIGHTED)
     },
-    # The product `w * backbone` has the gradients of both.
-    "a backbone that begins to train": Run(
-        Tuned, [[[1.0, 1.0, 1.0]], [[4.0]]], [[1 - 2.5, 2], [-1.5 - 2.5, 2 - 0.25 * -1.5 * 2.5]], {}, True, EPOCHS
-    ),
     # Every step ends in the minimum of the mean over all samples, at 33/39.
-    **{
-        f"an optimizer with a closure {reduction}": Run(
-            Newton, [[[1.0, 2.0]] * 3, [[3.0, 5.0]] * 3], [33 / 39] * 3, {"reduction": reduction}, True, tolerance=1e-9
-        )
-        for reduction in ("mean", "weighted_mean")
-    },
+    "an optimizer with a closure": Run(
+        Newton, [[[1.0, 2.0]] * 3, [[3.0, 5.0]] * 3], [33 / 39] * 3, weights=True, tolerance=1e-9
+    ),
     # Summed in bfloat16, half of the numbers would differ.
     "bfloat16 is rounded once": Run(
         partial(Toy, dtype=torch.bfloat16, start=[1.0] * 100), [[[one]] for one in HALVES.tolist()],
@@ -415,7 +375,6 @@ RUNS: dict[str, Run] = {
         )
         for (algorithm, expected), reduction, window in covering(CLIPPED, ("mean", "sum", "weighted_mean"), (1, 2))
     },
-    "what is reduced by hand": Run(by_hand(reduced), [[[2.0]], [[4.0]]], [6.0], {"reduction": "sum"}),
     "two backwards of a graph": Run(by_hand(kept_graph), [[[1.0]], [[5.0]]], [4 + 10.0]),
     "a backward that a hook prevents": Run(by_hand(interrupted), [[[1.0]], [[5.0]]], [2 * (3 * 1 + 5) / 4]),
     "a gradient that is not reduced": drifts(direct, [1, 1, 1], 1),
@@ -450,7 +409,7 @@ RUNS: dict[str, Run] = {
             partial(Stepped, partial(poisoned, poison, way)), [[[1.0]] * 2, [[10.0]] * 2],
             [1.0 if way == "alone" else 11.0] * (2 // window), options={"accumulate_grad_batches": window},
         )
-        for way, poison, window in covering(["alone", *GATHERS], [*POISONS], (1, 2))
+        for way, poison, window in covering(["alone", *GATHERS], [*POISONS], (1, 2), strength=1)
     },
     "hooks of the user and a weight of 0": Run(partial(Stepped, hooked, hooked_one), [[[1.0]], [[10.0]]], [4.0]),
     # The mean of 1 and 10, and the 1 of the only rank that counts in the other term.
@@ -485,20 +444,18 @@ RUNS: dict[str, Run] = {
         f"a parameter that DDP ignores under {strategy}": Run(
             OwnPart, [[[-1.0]]] * 2, "DDP was told to ignore the parameter 'own'", strategy
         )
-        for strategy in ({"reduction": "sum"}, WEIGHTED, {"split_batches": True})
+        for strategy in (WEIGHTED, {"split_batches": True})
     },
 }  # fmt: skip
 
 
 RUNS |= {
     **{
-        f"an MLP {variant} {window}": as_one(partial(MLP, variant), shares(5), window)
-        for variant in ("", "checkpoint", "checkpoint_reentrant", "frozen")
-        for window in (1, 2)
+        f"an MLP {variant}": as_one(partial(MLP, variant), shares(5), 2)  # the last window is of one
+        for variant in ("checkpoint", "checkpoint_reentrant", "frozen")
     },
     "a compiled MLP": as_one(partial(MLP, "compile"), shares(5), tolerance=1e-5),
     "an MLP with unused parameters": as_one(partial(MLP, "unused"), shares(5), unused=True),
-    "an MLP in float64": as_one(lambda: MLP().double(), shares(5, torch.float64), 2, 1e-12),
     "labels that a rank ignores": as_one(
         LABELED, [[(TOKENS, LABELS)] * 3, [(TOKENS, torch.full_like(LABELS, -100))] * 3]
     ),
@@ -506,10 +463,8 @@ RUNS |= {
     "double backward": as_one(
         partial(Stepped, penalty, two_numbers), [[torch.tensor([1.0])], [torch.tensor([2.0])]], 1, 1e-12, True
     ),
-    "sparse rows": as_one(Sparse, long([[[1, 2, 2]], [[2]]]), 1, 1e-12),
     "sparse rows of one rank": as_one(Sparse, long([[[1, 2, 2]], [[]]]), 1, 1e-12),
-    "sparse rows in a window": as_one(Sparse, long([[[1, 2], [3]], [[4, 5, 6], [1]]]), 2, 1e-12),
-    "sparse rows in a window of one rank": as_one(Sparse, long([[[1, 2], [3]], [[], [1]]]), 2, 1e-12),
+    "sparse rows in a window": as_one(Sparse, long([[[1, 2], [3, 3, 4]], [[], [1]]]), 2, 1e-12),
 }  # fmt: skip
 
 
@@ -537,22 +492,6 @@ def test_a_step_by_hand_or_the_same_error(world, name):
     assert [approx(one, run.tolerance) for one in expected] == found
 
 
-def train_mixed(rows: Any, precision: str, scale: float | None) -> Seen:
-    plugin = MixedPrecision(precision, "cpu", torch.amp.GradScaler("cpu", init_scale=scale) if scale else None)
-    return train(rows, None, WEIGHTED, module=MIXED, plugins=[plugin], accumulate_grad_batches=len(rows[0]))
-
-
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize(("precision", "scale", "tolerance"), [("16-mixed", 2.0**15, 2e-3), ("bf16-mixed", None, 2e-2)])
-def test_mixed_precision(world, precision, scale, tolerance, window):
-    """Weights of thousands do not overflow a loss scaled by 2**15: the step is that of float32, rounded."""
-    draw = torch.Generator().manual_seed(10)
-    rows = [[torch.randn(n, 6, generator=draw) for _ in range(window)] for n in (3, 1)]
-    (found,) = same_everywhere(world(2).run(train_mixed, rows, precision, scale)).weights
-    before, expected = alone(MIXED(), rows, window)
-    assert torch.linalg.norm(found - expected) <= tolerance * torch.linalg.norm(expected - before)
-
-
 def lost_at_0(module: Any, batch: Tensor) -> Tensor | None:
     return None if batch[0] == 0 else mean_loss(module, batch)
 
@@ -577,3 +516,150 @@ def test_the_monitor_waits_for_a_step_that_is_taken():
     strategy.observe_next_step()
     trainer.fit(Stepped(mean_loss), loader([[[torch.nan, 2.0][dist.get_rank()]], [2.0 + 2 * dist.get_rank()]]))
     assert strategy.report().gradient_norm == 3
+
+
+TARGETS = long([[[1, 2], [3, -100], [-100, 4]]] * 2)
+NOTHING = "rank 1 has a micro-batch of weight 0, which contributes nothing to the gradient"
+SAMPLES = "n = samples of the batch, as no weight is given"
+IGNORED = (
+    "integer tensors of a batch hold -100, the targets that torch's losses ignore, and no weight is given: the loss is"
+    " then weighted by its samples, including the ignored ones"
+)
+
+
+# Beside the loss, what a step returns for a batch; the options, the batches, and what is said.
+SAID: dict[str, tuple[Callable[[Tensor], dict[str, Any]], Any, Any, list[str]]] = {
+    "no weight": (lambda batch: {"weight": None, "height": 4, "weights_of": 1}, WEIGHTED, FEWER, [SAMPLES]),
+    "a word of the user": (lambda batch: {"weights": 3}, {"reduction": "sum"}, FEWER, []),
+    "ignored targets": (lambda batch: {}, WEIGHTED, TARGETS, [SAMPLES, IGNORED]),
+    "ignored targets of split batches": (lambda batch: {}, {"split_batches": True}, TARGETS, [SAMPLES, IGNORED]),
+    "ignored targets under the mean": (lambda batch: {}, {}, TARGETS, []),
+    "a weight": (lambda batch: {"weight": (batch != -100).sum()}, WEIGHTED, TARGETS, []),
+    "a weight of 0": (lambda batch: {"weight": 1 - dist.get_rank()}, WEIGHTED, FEWER, [NOTHING]),
+}
+
+
+def heard(name: str) -> list[str]:
+    """Body: return what this rank is told of the samples n, and warned of weights."""
+    given, strategy, of_ranks, _ = SAID[name]
+    module = partial(Stepped, lambda module, batch: {"loss": mean_loss(module, batch), **given(batch)})
+    with warnings.catch_warnings(record=True) as caught, patch.object(rank_zero_module.log, "info") as info:
+        warnings.simplefilter("always")
+        train(of_ranks, None, strategy, module=module)
+    told = [call.args[0].removeprefix("GradAvgStrategy: ") for call in info.call_args_list]
+    warned = [str(one.message) for one in caught if "weight" in str(one.message)]
+    return [line.partition(".")[0] for line in told + warned if line.startswith("n = ") or line in warned]
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_stands_in_for_a_weight_is_said_once(world, name):
+    """By rank 0, or by the rank that it is about."""
+    said = SAID[name][-1]
+    assert ([[], said] if said == [NOTHING] else [said, []]) == world(2).run(heard, name)
+
+
+def resume_from_stock(path: str) -> int:
+    """Body: continue a checkpoint of stock DDP under a rule; return how many times the steps of the first it has."""
+    batches, steps = loader([[1.0], [2.0]]), list[int]()
+    for epochs, strategy in enumerate((DDPStrategy(), GradAvgStrategy(reduction="weighted_mean")), 1):
+        trainer = make_trainer(strategy, max_epochs=epochs, use_distributed_sampler=False)
+        trainer.fit(Stepped(mean_loss), batches, ckpt_path=path if epochs > 1 else None)
+        trainer.save_checkpoint(path)
+        steps.append(trainer.global_step)
+    return steps[1] // steps[0]
+
+
+def test_a_checkpoint_of_stock_ddp_goes_on_under_another_rule(world, tmp_path):
+    assert [2, 2] == world(2).run(resume_from_stock, str(tmp_path / "stock.ckpt"))
+
+
+ONE_PARAMETER = 1024
+
+
+class TwoBuckets(Toy):
+    """Two parameters, each a bucket of its own under a small cap."""
+
+    def __init__(self) -> None:
+        super().__init__(start=[1.0] * ONE_PARAMETER, dtype=torch.float32)
+        self.v = nn.Parameter(torch.ones(ONE_PARAMETER))
+        self.hooks = -1
+
+    def on_train_start(self) -> None:
+        self.hooks = len(self.trainer.strategy.model._comm_hooks)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return ((self.w + self.v).mean() * batch).mean()
+
+
+def count_reductions(reduction: str | None, micro_batches: int, window: int) -> Counter[int]:
+    """Body: return how often an all-reduce of each number of elements ran, and, as 0, the exchanges of short rows.
+
+    Without a rule of stock DDP; with one the strategy adds no communication hook to it.
+    """
+    model = TwoBuckets()
+    given: Any = {"bucket_cap_mb": 0.001}
+    strategy = DDPStrategy(**given) if reduction is None else GradAvgStrategy(reduction=reduction, **given)
+    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False, accumulate_grad_batches=window)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
+        trainer.fit(model, loader([[1.0 + dist.get_rank()]] * micro_batches))
+    assert model.hooks == 0
+    sizes = Counter(int(np.prod(e.input_shapes[0])) for e in record.events() if e.name == "gloo:all_reduce")
+    sizes[0] = sum(e.name.startswith("gloo:all_to_all") for e in record.events())
+    return sizes
+
+
+@pytest.mark.skipif(
+    torch.__version__ < "2.6", reason="the profiler of an older torch records no shapes of gloo's events"
+)
+@pytest.mark.parametrize(("reduction", "window"), [("sum", 3), ("weighted_mean", 1), ("weighted_mean", 3)])
+def test_number_of_collectives(world, reduction, window):
+    """Case 16: over windows 2 to 4, 6 gradient reductions as in stock DDP, and at most 3 small ones."""
+    (_, ours), (_, stock) = (
+        [
+            after - before
+            for before, after in zip(
+                *(world(2).run(count_reductions, rule, n * window, window) for n in (1, 4)), strict=True
+            )
+        ]
+        for rule in (reduction, None)
+    )
+    assert 6 == stock[ONE_PARAMETER] == ours[ONE_PARAMETER]
+    assert {ONE_PARAMETER} == {size for sizes in (ours, stock) for size in sizes if size >= ONE_PARAMETER}
+    # One per window under rules with weights, and one per micro-batch, where Lightning broadcasts a flag.
+    assert {0: 3 * RULES[reduction].uses_weight + 3 * window} == dict(ours - stock)
+
+
+class Wide(Toy):
+    """Random float32 gradients of many magnitudes."""
+
+    def __init__(self) -> None:
+        super().__init__(start=[1.0] * 300, dtype=torch.float32)
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(300, 50), nn.Tanh(), nn.Linear(50, 7))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        generator = torch.Generator().manual_seed(int(batch[0]))
+        x = torch.randn(6, 300, generator=generator) * torch.logspace(-9, 5, 300)
+        return self.net(x * self.w).square().sum()  # a mean divides one bit away
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "window"),
+    [
+        *grid([1, 2, 3], [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.01}], [1, 2]),
+        *grid([1, 2, 3], [WEIGHTED], [1]),
+    ],
+)
+def test_the_mean_and_equal_weights_are_stock_ddp(world, world_size, options, window):
+    """The bits of stock DDP, on 3 ranks too, where 1/W is rounded, and for weights of 49, where 49 * (1 / 49) < 1."""
+    batches = [[[10.0 * step + rank] * 49 for step in range(4)] for rank in range(world_size)]
+    precision = "64-true" if "reduction" in options else "32-true"
+    given = {"module": Wide, "accumulate_grad_batches": window, "precision": precision}
+    of_ddp = {name: value for name, value in options.items() if name != "reduction"}
+    ours, stock = (
+        same_everywhere(world(world_size).run(train, batches, None, chosen, of=of, **given))
+        for of, chosen in ((GradAvgStrategy, options), (DDPStrategy, of_ddp))
+    )
+    assert 4 // window == len(ours.gradients)
+    for mine, theirs in zip(ours.gradients, stock.gradients, strict=True):
+        assert torch.equal(mine, theirs)

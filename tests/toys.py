@@ -80,6 +80,21 @@ class Recorded(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
+class One(nn.Module):
+    """The gradient of a sample is the sample."""
+
+    def __init__(self, start: Any = 1.0) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(start, dtype=torch.float64))
+
+    def forward(self, samples: Tensor) -> Tensor:
+        return samples * self.w
+
+    @property
+    def gradient(self) -> float | None:
+        return None if self.w.grad is None else self.w.grad.item()
+
+
 class Toy(Recorded):
     """One weight; `kind` is "lin" or "s"; `loss` is "mean" or "sum" over the samples of a micro-batch."""
 
