@@ -179,6 +179,7 @@ ON_TWO_NODES: Mapping[Any, Any] = {
     "sum_of_node_means": [2 + 6.5, 14.0],
     root: [(1 + 6 + 15 + 32) / 2 / 10, (5 + 9 * 3**0.5) / (1 + 3**0.5)],
 }
+LATE = [[[(2.0, 1)]] * 3, [[(4.0, 3)], [(NAN, 0)], [(6.0, 1)]]]
 FLOATING = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 WEIGHTS: Sequence[Any] = [
     *(3, 3.0, np.int64(3), np.float32(3), np.float64(3), np.uint8(3), np.array(3), Fraction(3), Decimal(3)),
@@ -285,6 +286,9 @@ CASES: Sequence[Case] = [
             options={"ddp_comm_hook": hook, "ddp_comm_state": state},
         )
         for hook, state in HOOKS_REFUSED.items()
+    ),
+    *of_rules(
+        "whose loss of weight 0 is NaN", LATE, {"weighted_mean": [3.5, 2.0, 4.0], "normalized_sum": [1.5, 2.0, 4.0]}
     ),
     weighted(
         "whose loss is NaN after one of weight 0", [[[(1.0, 1)]] * 2, [[(NAN, 0)], [(NAN, 1)]]], [1.0, NAN], ways=OF_DDP

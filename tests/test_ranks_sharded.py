@@ -14,12 +14,13 @@ import torch.distributed as dist
 from grids import grid
 from lightning.pytorch.strategies import ModelParallelStrategy
 from loops import OfFabric, OfTrainer
+from ranks import make_trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
-from toys import AWARE, COUNTS, MLP, WEIGHTED, Seen, alone, flat, same_everywhere, shares, train
+from toys import AWARE, COUNTS, MLP, WEIGHTED, Seen, alone, flat, loader, same_everywhere, shares, train
 
 from lightning_gradavg import GradAvgModelParallelStrategy
 from lightning_gradavg.fabric import GradAvgModelParallelStrategy as OfFabricSharded
@@ -209,6 +210,24 @@ def test_mean_has_the_bits_of_stock_in_full_windows(world):
     )
     assert len(ours.gradients) == 2
     assert all(torch.equal(*pair) for pair in zip(ours.gradients, stock.gradients, strict=True))
+
+
+def trained(counts: Sequence[int], epochs: int, resume: str | None = None, save: str | None = None) -> Any:
+    """Body: train so many epochs, and return the weights."""
+    model, layout = Sharded(fsdp), Layout(fsdp, counts)
+    strategy = GradAvgModelParallelStrategy(**WEIGHTED, **layout.sizes)
+    trainer = make_trainer(strategy, max_epochs=epochs, use_distributed_sampler=False)
+    trainer.fit(model, loader(layout.batches(2)[dist.get_rank()]), ckpt_path=resume)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return model.seen.weights[-1]
+
+
+def test_a_checkpoint_of_four_ranks_resumes_on_two(world, tmp_path):
+    path = str(tmp_path / "checkpoint")
+    world(4).run(trained, (1, 1, 1, 1), 2, save=path)
+    for after, whole in zip(world(2).run(trained, (3, 1), 4, path), world(2).run(trained, (3, 1), 4), strict=True):
+        torch.testing.assert_close(after, whole, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
