@@ -45,7 +45,7 @@ class LBFGS(Net):
     """Steps by closures."""
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
 
 
 class Keeps(Net):

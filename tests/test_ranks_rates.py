@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partialmethod
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch.callbacks import (
     Callback,
     GradientAccumulationScheduler,
-    LambdaCallback,
     LearningRateMonitor,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -27,136 +26,35 @@ from toys import Memory, Toy, approx, loader, train
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy
 
-TRAINER = {"max_epochs": 1, "use_distributed_sampler": False}
+TRAINER: dict[str, Any] = {"max_epochs": 1, "use_distributed_sampler": False}
+OFTEN: dict[str, Any] = {"every_n_train_steps": 1, "save_top_k": -1}
 
 
-SCHEDULERS: dict[str, Any] = {
-    "none": None,
-    "StepLR": lambda o, _: lr_scheduler.StepLR(o, 2, 0.1),
-    "OneCycleLR": lambda o, trainer: lr_scheduler.OneCycleLR(o, 0.3, total_steps=trainer.estimated_stepping_batches),
-    "ReduceLROnPlateau": lambda o, _: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0),
-}
-"""By what stands in the group, by a closed form that moves the betas of Adam, too, and by a metric."""
+def schedulers(optimizer: Any, trainer: Any, noting: Noting) -> dict[str, Any]:
+    """By what stands in the group, by a closed form that moves the betas of Adam, too, and by a metric."""
 
+    def same(_: int) -> float:
+        noting.note("schedule", optimizer)
+        return 1.0
 
-class Scheduled(Toy):
-    """Toy-Lin with two parameter groups and a scheduler; notes what the groups hold in every step."""
-
-    def __init__(self, scheduler: str = "none", batch: int = 2, size: int = 24, adam: bool = False) -> None:
-        super().__init__(lr=0.1)
-        self.v = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
-        self.scheduler, self.batch, self.size, self.adam = scheduler, batch, size, adam
-        self.held: list[list[dict[str, Any]]] = []
-
-    def losses(self, batch: torch.Tensor) -> torch.Tensor:
-        return super().losses(batch) + self.v * 0
-
-    def train_dataloader(self) -> Any:
-        data: Any = torch.ones(self.size, dtype=torch.float64)
-        return DataLoader(data, batch_size=self.batch)
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        groups, names = optimizer.param_groups, ("lr", "betas", "eps")
-        self.held.append([{name: group[name] for name in names if name in group} for group in groups])
-
-    def configure_optimizers(self) -> Any:
-        groups = [{"params": [self.w]}, {"params": [self.v], "lr": 0.01}]
-        optimizer: Any = torch.optim.Adam(groups, 0.1) if self.adam else torch.optim.SGD(groups, 0.1, momentum=0.5)
-        if self.scheduler == "none":
-            return optimizer
-        scheduler = SCHEDULERS[self.scheduler](optimizer, self.trainer)
-        monitor = {"monitor": "metric", "strict": False} if self.scheduler == "ReduceLROnPlateau" else {}
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", **monitor}}
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        self.log("metric", float(batch_idx))
-        return super().training_step(batch, batch_idx)
-
-
-def run(model: dict[str, Any], strategy: dict[str, Any], **options: Any) -> Any:
-    module, chosen = Scheduled(**model), GradAvgStrategy(**strategy)
-    make_trainer(chosen, **{**TRAINER, **options}).fit(module)
-    return module.held, chosen.global_batch_size, chosen.lr_scale
-
-
-def scaled(group: dict[str, Any], factor: float, scale: float) -> dict[str, Any]:
-    """Return by the published formulas what an unscaled run's group becomes."""
-    found = {"lr": approx(group["lr"] * factor)}
-    if "betas" in group:
-        moved = tuple(approx(1 - scale * (1 - beta)) for beta in group["betas"])
-        found |= {"betas": moved, "eps": group["eps"] / math.sqrt(scale)}
-    return found
-
-
-AVERAGING = [StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1)]
-LONGER, SHORTER = ([GradientAccumulationScheduler(schedule)] for schedule in ({0: 1, 1: 2}, {0: 2, 1: 1}))
-# The model, the scaling, the base batch, steps of warm-up, options of the Trainer, and the scale of each step.
-RATES: list[tuple[Any, ...]] = [
-    # Case 20: local batches of 512 on two ranks.
-    *(({"batch": 512, "size": 1024}, rule, 256, 0, {}, [4] * 2) for rule in ("linear", "sqrt", "none")),
-    ({"batch": 512, "size": 1024}, "linear", 256, 0, {"accumulate_grad_batches": 2}, [8]),
-    ({}, "linear", 1, 0, {}, [4] * 12),
-    # Case 22.
-    ({"scheduler": "StepLR"}, "linear", 1, 0, {}, [4] * 12),
-    ({"scheduler": "OneCycleLR"}, "linear", 1, 5, {}, [4] * 12),
-    ({"scheduler": "ReduceLROnPlateau"}, "sqrt", 1, 5, {}, [4] * 12),
-    ({"scheduler": "StepLR", "adam": True}, "adam_sde", 1, 0, {}, [4] * 12),
-    ({"scheduler": "OneCycleLR", "adam": True}, "adam_sde", 1, 5, {}, [4] * 12),
-    # An epoch at 0.1, and two of averaging at 0.05, which is a base rate.
-    ({"size": 8}, "linear", 2, 0, {"max_epochs": 3, "callbacks": AVERAGING}, [2] * 12),
-    ({"size": 8}, "linear", 4, 0, {"max_epochs": 2, "callbacks": LONGER}, [1] * 4 + [2] * 2),
-    ({"size": 8}, "linear", 4, 0, {"max_epochs": 2, "callbacks": SHORTER}, [2] * 2 + [1] * 4),
-]
-
-
-@pytest.mark.filterwarnings("ignore:Swapping scheduler")
-@pytest.mark.parametrize(("model", "rule", "base", "warmup", "options", "scales"), RATES)
-def test_effective_rate_is_factor_times_schedule(world, model, rule, base, warmup, options, scales):
-    stock = world(2).run(run, model, {}, **options)
-    strategy = {"lr_scaling": rule, "base_batch_size": base, "lr_warmup_steps": warmup}
-    for (held, size, lr_scale), (plain, *_) in zip(world(2).run(run, model, strategy, **options), stock, strict=True):
-        assert len(scales) == len(held) == len(plain)
-        for step, (mine, theirs, scale) in enumerate(zip(held, plain, scales, strict=True)):
-            full = {"none": 1, "linear": scale}.get(rule, math.sqrt(scale))
-            factor = 1 + (full - 1) * min(1, step / warmup) if warmup else full
-            assert [scaled(group, factor, scale) for group in theirs] == mine
-        assert (base * scale, approx(full)) == (size, lr_scale)
-
-
-def test_one_cycle_over_estimated_steps(world):
-    one_cycle = {"scheduler": "OneCycleLR", "batch": 8, "size": 64}
-    strategy = {"split_batches": True, "max_device_batch_size": 2}
-    (expected,), *others = (world(ranks).run(run, one_cycle, strategy, max_epochs=2) for ranks in (1, 2, 4))
-    assert [[expected] * 2, [expected] * 4] == others
-    assert 16 == len(expected[0])
-
-
-def warnings_of(*arguments: Any) -> tuple[float, list[str]]:
-    """Body: train, and return the last weight, and the warnings about the recipe."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        seen = train(*arguments)
-    return seen.weights[-1].item(), [str(one.message) for one in caught if "lr_scaling" in str(one.message)]
-
-
-def test_sum_and_linear_scaling_warn(world):
-    """Case 21."""
-    for strategy, weight, expected in (({}, 0.7, [0, 0]), ({"lr_scaling": "linear"}, 0.4, [1, 0])):
-        toy = {"kind": "s", "loss": "sum"}
-        said = world(2).run(warnings_of, [[[1, 2]], [[3, 4]]], toy, {"reduction": "sum", **strategy})
-        assert [(approx(weight), count) for count in expected] == [(found, len(texts)) for found, texts in said]
-        quoted = ("reduction='sum' and lr_scaling='linear'", "at scale 2", "is 4 times the base step")
-        assert all(part in text for text in said[0][1] for part in quoted)
+    return {
+        "StepLR": lambda: lr_scheduler.StepLR(optimizer, 2, 0.1),
+        "OneCycleLR": lambda: lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=trainer.estimated_stepping_batches),
+        "ReduceLROnPlateau": lambda: lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0),
+        "same": lambda: lr_scheduler.MultiplicativeLR(optimizer, same),
+    }
 
 
 class Noting(Callback):
-    """Notes the learning rate, in units of the base value, at every moment of a run."""
+    """Notes what parameter groups hold at every moment of a run."""
 
     def __init__(self) -> None:
-        self.held: dict[str, set[float]] = {}
+        self.held: dict[str, list[list[dict[str, Any]]]] = {}
 
     def note(self, moment: str, optimizer: Any) -> None:
-        self.held.setdefault(moment, set()).add(round(float(optimizer.param_groups[0]["lr"]) / 0.5, 12))
+        names = ("lr", "betas", "eps")
+        groups = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
+        self.held.setdefault(moment, []).append(groups)
 
     def reach(self, moment: str, trainer: Any, *args: Any) -> None:
         self.note(moment, trainer.optimizers[0])
@@ -168,39 +66,52 @@ for each in (*STEP, *(f"on_{name}" for name in REST), "on_exception"):
     setattr(Noting, each, partialmethod(Noting.reach, each))
 
 
-class Moments(Toy):
-    """Toy-Lin at 0.5, with a scheduler that leaves it there; `how` says how its optimizer steps."""
+class Scheduled(Toy):
+    """Toy-Lin with two parameter groups, at 0.1 and 0.01, and a scheduler; `how` says how its optimizer steps."""
 
-    def __init__(self, how: str, noting: Noting) -> None:
-        super().__init__(lr=0.5)
-        self.how, self.noting, self.automatic_optimization = how, noting, how != "manual"
+    def __init__(
+        self, how: str = "sgd", scheduler: str = "", batch: int = 2, size: int = 24, noting: Noting | None = None
+    ) -> None:
+        super().__init__()
+        self.v = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.how, self.scheduler, self.batch, self.size = how, scheduler, batch, size
+        self.automatic_optimization, self.noting = how != "manual", noting or Noting()
+
+    def _loader(self) -> Any:
+        data: Any = torch.ones(self.size, dtype=torch.float64)
+        return DataLoader(data, batch_size=self.batch)
+
+    train_dataloader = val_dataloader = _loader
 
     def configure_optimizers(self) -> Any:
-        kind = torch.optim.LBFGS if self.how == "lbfgs" else torch.optim.SGD
-        optimizer = kind(self.parameters(), lr=0.5)
-
-        def same(_: int) -> float:
-            self.noting.note("schedule", optimizer)
-            return 1.0
-
-        scheduler = lr_scheduler.MultiplicativeLR(optimizer, same)  # of what stands in the group
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+        groups = [{"params": [self.w]}, {"params": [self.v], "lr": 0.01}]
+        optimizer: Any
+        if self.how == "lbfgs":
+            optimizer = torch.optim.LBFGS(self.parameters(), lr=0.1)
+        else:
+            optimizer = torch.optim.Adam(groups, 0.1) if self.how == "adam" else torch.optim.SGD(groups, 0.1, 0.5)
+        if not self.scheduler:
+            return optimizer
+        scheduler = schedulers(optimizer, self.trainer, self.noting)[self.scheduler]()
+        monitor = {"monitor": "metric", "strict": False} if self.scheduler == "ReduceLROnPlateau" else {}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", **monitor}}
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
         optimizer = cast(Any, self.optimizers())
-        if self.automatic_optimization:
-            self.log("logged", optimizer.param_groups[0]["lr"])
+        loss = self.losses(batch).mean() + self.v * 0
         self.noting.note("training_step", optimizer)
         self.trainer.strategy.batch_to_device(batch)  # as a callback may do at any time
         if self.how == "raises" and batch_idx == 1:
             raise KeyError(self.how)
-        if self.how == "manual":
-            optimizer.zero_grad()
-            self.manual_backward(self.losses(batch).mean())
-            optimizer.step(lambda: self.noting.note("step", optimizer))
-            if scheduler := cast(Any, self.lr_schedulers()):
-                scheduler.step()
-        return None if self.how in ("none", "manual") else self.losses(batch).mean()
+        if self.automatic_optimization:
+            self.log_dict({"metric": float(batch_idx), "logged": optimizer.param_groups[0]["lr"]})
+            return None if self.how == "none" else loss
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step(lambda: self.noting.note("step", optimizer))
+        if scheduler := cast(Any, self.lr_schedulers()):
+            scheduler.step()
+        return None
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         if self.how == "skips" and batch_idx % 2:
@@ -225,18 +136,105 @@ class Moments(Toy):
         """Compute nothing."""
 
 
-def moments(how: str, folder: str, **options: Any) -> Any:
-    """Body: train, and return what the groups held at every moment, in checkpoints and in the end."""
-    noting = Noting()
-    saving = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, save_on_exception=True)
-    options = {**TRAINER, "max_epochs": 2, "val_check_interval": 2, "enable_checkpointing": True, **options}
-    trainer = make_trainer(GradAvgStrategy(lr_scaling="linear"), **options, callbacks=[noting, saving])
-    data = loader([[1.0]] * 4)
+def run(
+    model: dict[str, Any],
+    strategy: dict[str, Any],
+    callbacks: Sequence[Callback] = (),
+    **options: Any,
+) -> Any:
+    """Body: train, and return what the groups held at every moment, and the strategy."""
+    noting, chosen = Noting(), GradAvgStrategy(**strategy)
+    trainer = make_trainer(chosen, callbacks=[noting, *callbacks], **{**TRAINER, **options})
     with suppress(KeyError):
-        trainer.fit(Moments(how, noting), data, data)
-    saved = [torch.load(file)["optimizer_states"][0]["param_groups"][0]["lr"] for file in Path(folder).glob("*.ckpt")]
+        trainer.fit(Scheduled(**model, noting=noting))
     noting.note("left", trainer.optimizers[0])
-    return {**noting.held, "saved": {lr / 0.5 for lr in saved}}
+    return noting.held, chosen.global_batch_size, chosen.lr_scale, chosen._start_line()
+
+
+def scaled(group: dict[str, Any], factor: float, scale: float) -> dict[str, Any]:
+    """Return by the published formulas what an unscaled run's group becomes."""
+    found = {"lr": approx(group["lr"] * factor)}
+    if "betas" in group:
+        moved = tuple(approx(1 - scale * (1 - beta)) for beta in group["betas"])
+        found |= {"betas": moved, "eps": group["eps"] / math.sqrt(scale)}
+    return found
+
+
+AVERAGING = [StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1)]
+LONGER, SHORTER = ([GradientAccumulationScheduler(schedule)] for schedule in ({0: 1, 1: 2}, {0: 2, 1: 1}))
+# The model, the scaling, the base batch, steps of warm-up, options of the Trainer, and the scale of each step.
+RATES: list[tuple[Any, ...]] = [
+    # Case 20: local batches of 512 on two ranks.
+    *(({"batch": 512, "size": 1024}, rule, 256, 0, {}, [4] * 2) for rule in ("linear", "sqrt", "none")),
+    ({"batch": 512, "size": 1024}, "linear", 256, 0, {"accumulate_grad_batches": 2}, [8]),
+    ({}, "linear", 1, 0, {}, [4] * 12),
+    # Case 22.
+    ({"scheduler": "StepLR"}, "linear", 1, 0, {}, [4] * 12),
+    ({"scheduler": "OneCycleLR"}, "linear", 1, 5, {}, [4] * 12),
+    ({"scheduler": "ReduceLROnPlateau"}, "sqrt", 1, 5, {}, [4] * 12),
+    ({"how": "adam", "scheduler": "StepLR"}, "adam_sde", 1, 0, {}, [4] * 12),
+    ({"how": "adam", "scheduler": "OneCycleLR"}, "adam_sde", 1, 5, {}, [4] * 12),
+    # An epoch at 0.1, and two of averaging at 0.05, which is a base rate.
+    ({"size": 8}, "linear", 2, 0, {"max_epochs": 3, "callbacks": AVERAGING}, [2] * 12),
+    ({"size": 8}, "linear", 4, 0, {"max_epochs": 2, "callbacks": LONGER}, [1] * 4 + [2] * 2),
+    ({"size": 8}, "linear", 4, 0, {"max_epochs": 2, "callbacks": SHORTER}, [2] * 2 + [1] * 4),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Swapping scheduler")
+@pytest.mark.filterwarnings("ignore:When using `Trainer.accumulate_grad_batches")
+@pytest.mark.parametrize(("model", "rule", "base", "warmup", "options", "scales"), RATES)
+def test_effective_rate_is_factor_times_schedule(world, model, rule, base, warmup, options, scales):
+    stock = world(2).run(run, model, {}, **options)
+    strategy = {"lr_scaling": rule, "base_batch_size": base, "lr_warmup_steps": warmup}
+    for (held, size, lr_scale, _), (plain, *_) in zip(
+        world(2).run(run, model, strategy, **options), stock, strict=True
+    ):
+        steps = zip(held["on_before_optimizer_step"], plain["on_before_optimizer_step"], scales, strict=True)
+        for step, (mine, theirs, scale) in enumerate(steps):
+            full = {"none": 1, "linear": scale}.get(rule, math.sqrt(scale))
+            factor = 1 + (full - 1) * min(1, step / warmup) if warmup else full
+            assert [scaled(group, factor, scale) for group in theirs] == mine
+        assert (base * scale, approx(full)) == (size, lr_scale)
+
+
+def test_one_cycle_over_estimated_steps(world):
+    one_cycle = {"scheduler": "OneCycleLR", "batch": 8, "size": 64}
+    strategy = {"split_batches": True, "max_device_batch_size": 2}
+    runs = [world(ranks).run(run, one_cycle, strategy, max_epochs=2) for ranks in (1, 2, 4)]
+    expected, *others = (
+        (held["on_before_optimizer_step"], *sizes) for of_ranks in runs for held, *sizes, _ in of_ranks
+    )
+    assert [expected] * 6 == others
+    assert 16 == len(expected[0])
+
+
+def warnings_of(*arguments: Any) -> tuple[float, list[str]]:
+    """Body: train, and return the last weight, and the warnings about the recipe."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        seen = train(*arguments)
+    return seen.weights[-1].item(), [str(one.message) for one in caught if "lr_scaling" in str(one.message)]
+
+
+def test_sum_and_linear_scaling_warn(world):
+    """Case 21."""
+    for strategy, weight, expected in (({}, 0.7, [0, 0]), ({"lr_scaling": "linear"}, 0.4, [1, 0])):
+        toy = {"kind": "s", "loss": "sum"}
+        said = world(2).run(warnings_of, [[[1, 2]], [[3, 4]]], toy, {"reduction": "sum", **strategy})
+        assert [(approx(weight), count) for count in expected] == [(found, len(texts)) for found, texts in said]
+        quoted = ("reduction='sum' and lr_scaling='linear'", "at scale 2", "is 4 times the base step")
+        assert all(part in text for text in said[0][1] for part in quoted)
+
+
+def factors(held: dict[str, Any]) -> dict[str, set[float]]:
+    """Return by which factors the base rates are multiplied at each moment; LBFGS has one group."""
+    return {
+        moment: {
+            round(group["lr"] / lr, 12) for groups in of_moment for lr, group in zip((0.1, 0.01), groups, strict=False)
+        }
+        for moment, of_moment in held.items()
+    }
 
 
 MANUAL = {"on_train_batch_start", "training_step", "on_before_zero_grad", "on_before_backward"}
@@ -253,54 +251,51 @@ MANUAL = {"on_train_batch_start", "training_step", "on_before_zero_grad", "on_be
     ],
 )
 def test_the_factor_is_in_force_from_a_batch_to_the_step(world, tmp_path, how, options, further_at_rest):
-    at_rest = {*(f"on_{name}" for name in REST), "stepped", "schedule", "saved", "left", *further_at_rest}
-    for held in world(2).run(moments, how, str(tmp_path), **options):
+    model, saving = (
+        {"how": how, "scheduler": "same", "size": 8},
+        ModelCheckpoint(tmp_path, save_on_exception=True, **OFTEN),
+    )
+    options = {"max_epochs": 2, "val_check_interval": 2, "enable_checkpointing": True, **options}
+    ranks = world(2).run(run, model, {"lr_scaling": "linear"}, [saving], **options)
+    at_rest = {*(f"on_{name}" for name in REST), "stepped", "schedule", "left", *further_at_rest}
+    for held in (factors(held) for held, *_ in ranks):
         assert {"on_train_start", "on_train_batch_start", "schedule"} <= held.keys()
         assert {name: {1.0 if name in at_rest else 2.0} for name in held} == held
+    saved = [torch.load(file)["optimizer_states"][0]["param_groups"] for file in tmp_path.glob("*.ckpt")]
+    assert {"saved": {1.0}} == factors({"saved": saved})
 
 
-class Unscheduled(Moments):
-    """Without a scheduler, whose interval Lightning's monitor would follow."""
-
-    configure_optimizers = Toy.configure_optimizers
-
-
-def logged(manual: bool) -> Any:
-    """Body: what Lightning's monitor, ours, the module and the line at the start show of a warm-up from 0.5 to 1.5."""
-    memory, strategy = Memory(), GradAvgStrategy(lr_scaling="linear", base_batch_size=2, lr_warmup_steps=2)
-    options = {**TRAINER, "max_epochs": 2, "log_every_n_steps": 1, "logger": memory}
-    trainer = make_trainer(strategy, **options, callbacks=[LearningRateMonitor(), GradAvgMonitor(1)])
-    samples: Any = torch.ones(6, dtype=torch.float64)
-    data = DataLoader(samples, batch_size=3)
-    trainer.fit(Unscheduled("manual" if manual else "sgd", Noting()), data, data)
-    return [row for _, row in memory.rows], strategy._start_line()
+def logged(how: str) -> Any:
+    """Body: what Lightning's monitor, ours, the module and the line at the start show of a warm-up to 3 * 0.1."""
+    memory, strategy = Memory(), {"lr_scaling": "linear", "base_batch_size": 2, "lr_warmup_steps": 2}
+    options: dict[str, Any] = {"max_epochs": 2, "log_every_n_steps": 1, "logger": memory}
+    *_, line = run({"how": how, "batch": 3, "size": 6}, strategy, [LearningRateMonitor(), GradAvgMonitor(1)], **options)
+    return [row for _, row in memory.rows], line
 
 
-@pytest.mark.parametrize("manual", [False, True])
-def test_monitors_and_the_start_line_show_the_effective_rate(world, manual):
-    for rows, line in world(2).run(logged, manual):
-        for name in ("lr-SGD", "gradavg/lr/group_0", *([] if manual else ["logged"])):
-            expected = [0.5, 0.5, 1.0, 1.5, 1.5, 1.5] if name == "lr-SGD" else [0.5, 1.0, 1.5, 1.5]
+@pytest.mark.parametrize("how", ["sgd", "manual"])
+def test_monitors_and_the_start_line_show_the_effective_rate(world, how):
+    for rows, line in world(2).run(logged, how):
+        for name in ("lr-SGD/pg1", "gradavg/lr/group_0", *([] if how == "manual" else ["logged"])):
+            expected = [0.1, 0.1, 0.2, 0.3, 0.3, 0.3] if name == "lr-SGD/pg1" else [0.1, 0.2, 0.3, 0.3]
             assert [approx(lr, 1e-6) for lr in expected] == [row[name] for row in rows if name in row], name
-        assert line.endswith("; scale 3, learning rate x 3, at first 1.5"), line
+        assert line.endswith("; scale 3, learning rate x 3, at first 0.3, 0.03"), line
 
 
 def find_then_fit(folder: str, tells: bool) -> Any:
     """Body: find a learning rate, and train with it; return it, those in use, and those tried."""
     numbers: Any = torch.arange(1, 65, dtype=torch.float64) / 64
     data = DataLoader(numbers, batch_size=4) if tells else loader(numbers.split(4))
-    model, rates = Toy(kind="s", lr=0.003), set[float]()
-    note = LambdaCallback(
-        on_train_batch_start=lambda trainer, *_: rates.add(trainer.optimizers[0].param_groups[0]["lr"])
-    )
-    options: Any = {**TRAINER, "default_root_dir": folder, "callbacks": [note]}
+    model, noting = Toy(kind="s", lr=0.003), Noting()
+    options: dict[str, Any] = {**TRAINER, "default_root_dir": folder, "callbacks": [noting]}
     trainer = make_trainer(GradAvgStrategy(lr_scaling="linear"), **options)
     tried: dict[str, Any] = {"num_training": 12, "min_lr": 1e-4, "max_lr": 0.5, "early_stop_threshold": None}
     finder: Any = Tuner(trainer).lr_find(model, data, **tried)
     model.lr = finder.suggestion(skip_begin=1, skip_end=1)
-    rates.clear()
+    noting.held.clear()
     trainer.fit(model, data)
-    return model.lr, rates, finder.results["lr"]
+    used = {group["lr"] for (group,) in noting.held["on_train_batch_start"]}
+    return model.lr, used, finder.results["lr"]
 
 
 @pytest.mark.filterwarnings("ignore:The number of training batches")

@@ -114,7 +114,6 @@ REPORTS: dict[str, tuple[Any, ...]] = {
     "case 54, strided": ([[[1, 3]], [[2, 4]]], {"kind": "s"}, {}, {}, [(3.75, 7.5, (5.0, 10.0))]),
     "case 54, weighted": (ITEM_2, {"kind": "s"}, WEIGHTED, {}, [(3.75, 7.5, (14 / 3, 16.0))]),
     "case 17": ([[[8.0]] * 4] * 2, {}, {}, FOUR, [(8.0, 8.0, (8.0, 8.0))]),
-    "case 17, weighted": ([[[8.0]] * 4] * 2, {}, WEIGHTED, FOUR, [(8.0, 8.0, (8.0, 8.0))]),
     "a mean over windows": (WINDOWS, {}, {}, TWO, [(4.5, 4.5, (2.5, 6.5))]),
     "a weighted mean over windows": (WINDOWS, {}, WEIGHTED, TWO, [(4.5, 4.5, (2.5, 6.5))]),
     "a sum over windows": (WINDOWS, {"loss": "sum"}, SUM, TWO, [(36.0, 36.0, (10.0, 26.0))]),
