@@ -121,6 +121,8 @@ def test_warmup_and_steps() -> None:
     assert [scaled_steps(steps, scale) for steps, scale in pairs] == [250, 3, 1, 0, 400]
 
 
+BASE = 1000
+"""The base batch."""
 SCALES = (4.0, 3.0, 0.7, 9.0, 1.0)
 VALUES = (None, 0.007, 0.3)
 """Rates that a user writes. Divided by some factors and multiplied again, 0.007 has other bits, and vice versa 0.1."""
@@ -142,16 +144,20 @@ def moving(groups: Any) -> list[dict[str, Any]]:
     return [{**group, "lr": float(group["lr"])} for group in held]
 
 
-def recipe(*optimizers: torch.optim.Optimizer, lr_scaling: str = "linear", scale: float = 4, warmup: int = 0) -> Rates:
-    """Return the part of a run with these optimizers, whose global batch has this scale."""
-    rates = Rates(GradAvgStrategy()._options, lr_scaling=lr_scaling, lr_warmup_steps=warmup)
-    rates.run, rates.batch = cast(Any, SimpleNamespace(world=World())), of_scale(scale)
+def follow(rates: Rates, scale: float) -> None:
+    rates.prepare_loaders("train")
+    rates.add_loader(round(scale * BASE))
+
+
+def attached(
+    *optimizers: torch.optim.Optimizer, lr_scaling: str = "linear", scale: float = 4, warmup: int = 0
+) -> Rates:
+    rates = Rates(GradAvgStrategy()._options, lr_scaling=lr_scaling, base_batch_size=BASE, lr_warmup_steps=warmup)
+    trainer, loop = SimpleNamespace(callbacks=[]), SimpleNamespace(accumulation=1)
+    rates.run = cast(Any, SimpleNamespace(world=World(), trainer=trainer, loop=loop))
     rates.setup_optimizers(optimizers)
+    follow(rates, scale)
     return rates
-
-
-def of_scale(scale: float) -> BatchScale:
-    return BatchScale(round(1000 * scale), 1000)
 
 
 def counted_by(rates: Rates) -> Any:
@@ -172,7 +178,7 @@ def counted_by(rates: Rates) -> Any:
 def test_groups_hold_effective_values_in_a_step_and_base_values_between(kind: str, batches: Any, warmup: int) -> None:
     """Under any scale, with rates that are written, groups that are added, and steps that fail."""
     rule, steps, optimizer = "adam_sde" if kind == "adam" else "linear", 0, make(kind)
-    rates, groups = recipe(optimizer, lr_scaling=rule, warmup=warmup), optimizer.param_groups
+    rates, groups = attached(optimizer, lr_scaling=rule, warmup=warmup), optimizer.param_groups
     tensors = [group["lr"] for group in groups if isinstance(group["lr"], torch.Tensor)]
 
     def step(expected: Any, fails: bool) -> None:
@@ -184,7 +190,9 @@ def test_groups_hold_effective_values_in_a_step_and_base_values_between(kind: st
         if changed == 2:
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.5})
         base = moving(groups)
-        rates.batch = of_scale(scale)
+        rates.apply()
+        follow(rates, scale)
+        assert moving(groups) == base
         full, moments = SCALINGS[rule].factor(scale), SCALINGS[rule].moments
         factor = 1 + (full - 1) * steps / warmup if steps < warmup else full
         expected = [{**group, **moments(scale, group), "lr": group["lr"] * factor} for group in base]
@@ -206,7 +214,7 @@ def test_groups_hold_effective_values_in_a_step_and_base_values_between(kind: st
 def test_optimizers_that_come_later() -> None:
     """One that was not returned is scaled in its steps; those of before go on counting."""
     before, late = make("sgd"), make("sgd")
-    rates = recipe(before)
+    rates = attached(before)
     for _ in range(2):
         rates.optimizer_step(before, lambda: None)
     assert pytest.approx([0.4, 0.04]) == rates.optimizer_step(late, lambda: [one["lr"] for one in late.param_groups])
@@ -219,7 +227,7 @@ def test_infeasible_values_are_refused_before_any_group_changes() -> None:
     optimizer = make("adam")
     for beta, scale, limit in ((0.9, 10, 10), (0.5, 4, 2)):
         optimizer.param_groups[1]["betas"] = (beta, 0.999)  # as a schedule sets them
-        rates, before = recipe(optimizer, lr_scaling="adam_sde", scale=scale), moving(optimizer.param_groups)
+        rates, before = attached(optimizer, lr_scaling="adam_sde", scale=scale), moving(optimizer.param_groups)
         with pytest.raises(ValueError, match=rf"scale {scale} with beta1={beta}.*below {limit}\."):
             rates.apply()
         assert before == moving(optimizer.param_groups)
