@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from functools import cache
 from inspect import signature
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -151,6 +152,10 @@ WORLDS = [(4, 1), (1, 2), (2, 4), (4, 2)]
 RESUMES = [
     # How runs end, in which batch of two epochs of 5, the ranks of each and of the last one, and how these compute.
     *grid(HOWS, [(0,), (1,), (2,), (3,)], WORLDS, [*COMPUTED]),
+    *(
+        pytest.param(how, (batch,), worlds, computed, marks=pytest.mark.full)
+        for how, batch, worlds, computed in product(HOWS, range(4), [(2, 1), (1, 4)], COMPUTED)
+    ),
     (("SIGKILL", "interrupt", "SIGKILL"), (1, 4, 7), (4, 1, 2, 4), "reproducibly"),
 ]
 SCALED = {"lr_scaling": "linear", "base_batch_size": 2, "lr_warmup_steps": 4}
