@@ -112,7 +112,7 @@ def test_what_remains_is_what_an_uninterrupted_run_trains_on(
 READ_TOGETHER = ["shuffle", "generator", "lazy", "stream", "own stream", "unsized"]
 
 
-@settings(max_examples=10, phases=[Phase.generate])
+@settings(max_examples=10, phases=[Phase.explicit, Phase.generate])
 @given(
     read=st.tuples(
         *[st.builds(Order, st.sampled_from(READ_TOGETHER), st.sampled_from(range(4, 25, 4)), st.just(4))] * 2
@@ -121,6 +121,13 @@ READ_TOGETHER = ["shuffle", "generator", "lazy", "stream", "own stream", "unsize
     worlds=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     epoch=st.integers(0, 1),
     window=st.integers(1, 2),
+)
+@example(
+    read=(Order("stream", 12, 4), Order("shuffle", 4, 4)),  # of which the other ends before anything is trained on
+    mode="max_size_cycle",
+    worlds=(1, 1),
+    epoch=0,
+    window=1,
 )
 def test_several_loaders_go_on_from_the_end_of_an_epoch(world, tmp_path_factory, read, mode, worlds, epoch, window):
     """Of two loaders, cycled, exhausted or cut off, each has the samples that the uninterrupted run goes on with."""
