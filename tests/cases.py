@@ -33,7 +33,10 @@ LOOPS = ("manual", "fabric", "reducer")
 """Ways in which the user says where a window ends."""
 OF_DDP = ("automatic", *LOOPS)
 WAYS = (*OF_DDP, "average", "sharded")
-"""And "split": the ranks share each batch of the loader, which is what they have of it, end to end."""
+"""And "split": the ranks share each batch of the loader, which is what they have of it, end to end.
+
+In "twice", one Trainer makes two runs.
+"""
 OF_SHARDED = ("mean", "sum", "weighted_mean", "normalized_sum")
 CLEARS = CLEARED, ZEROED = "gradients set to None", "gradients set to 0"
 """Between micro-batches: what the user does to gradients, and so gives up the window that has begun."""
@@ -272,6 +275,12 @@ CASES: Sequence[Case] = [
         ways=["automatic", "average"],
     ),
     *of_rules("in windows on two nodes", TWO, ON_TWO_NODES, nodes=[0, 1]),
+    *of_rules(
+        "in windows, with validation in them, and in a second run",
+        TWO,
+        {"mean": [17 / 4, 14 / 2] * 2, "weighted_mean": [186 / 30, 32 / 4] * 2},
+        ways=["twice"],
+    ),
     weighted("in windows under a hook of the user", TWO, [2 * 186 / 30, 2 * 8.0], ways=["automatic"], options=HOOKED),
     *(
         weighted(f"under {name}", [[[(1.0, 1)]], [[(5.0, 3)]]], [4.0 * factor], ways=["automatic"], options=options)

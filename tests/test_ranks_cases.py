@@ -157,6 +157,11 @@ class Manual(Automatic):
             loop.optimizer.step()
 
 
+class Validated(Automatic):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.net(1.0)
+
+
 class Sharded(Automatic):
     def configure_model(self) -> None:
         from torch.distributed._composable.fsdp import fully_shard  # noqa: PLC0415  # slow
@@ -212,6 +217,16 @@ def automatic(case: Case, model: Any = None, strategy: Any = None) -> Grads:
     return fit((model or Automatic)(case), loader, strategy, accumulate_grad_batches=longest)
 
 
+def twice(case: Case) -> Grads:
+    """Train in two runs of one Trainer, with validation after every batch."""
+    model, loader = Validated(case), as_they_are(in_a_row(case.windows[dist.get_rank()]))
+    window = {"accumulate_grad_batches": max(map(len, case.windows[0])), "val_check_interval": 1}
+    trainer = make_trainer(GradAvgStrategy(reduction=case.reduction), nodes=case.nodes, **AS_THEY_ARE, **window)
+    for trainer.fit_loop.max_epochs in (1, 2):
+        trainer.fit(model, loader, as_they_are([1, 2]))
+    return model.gradients
+
+
 def split(case: Case) -> Grads:
     batches = [torch.cat(of_ranks) for of_ranks in zip(*map(in_a_row, case.windows), strict=True)]
     order = torch.arange(sum(map(len, batches))).split(list(map(len, batches)))
@@ -262,6 +277,7 @@ def average(case: Case) -> Grads:
 
 WAY_OF: Mapping[str, Callable[[Case], Grads]] = {
     "automatic": automatic,
+    "twice": twice,
     "split": split,
     "manual": manual,
     "fabric": fabric,
