@@ -1,7 +1,7 @@
 """Every private name of Lightning, torch and torchmetrics that this package touches, each with its reason.
 
 No public interface offers these, read in lightning 2.5.0 and 2.6.6, torch 2.4.0 and 2.13.0, and torchmetrics 1.4.0 and
-1.9.0. No other file may touch one (ruff's SLF001 and PLC2701, `tests/test_lightning_internals.py`).
+1.9.0. No other file may touch one (ruff's SLF001 and PLC2701, `tests/test_tools.py`).
 """
 
 from __future__ import annotations

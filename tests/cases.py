@@ -26,8 +26,6 @@ from lightning_gradavg.place import Place
 from lightning_gradavg.reduction.weights import MOST_TERMS
 from lightning_gradavg.rules import RULES, Share, resolve_rule
 
-__all__ = ["CASES", "WAYS", "Case", "uses_weight"]
-
 NAN, INF = math.nan, math.inf
 LOOPS = ("manual", "fabric", "reducer")
 """Ways in which the user says where a window ends."""

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["covering", "grid"]
-
 
 def covering(*factors: Sequence[Any], strength: int = 2) -> list[tuple[Any, ...]]:
     """Return combinations of one value per factor that hold every combination of `strength` factors' values.

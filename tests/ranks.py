@@ -1,15 +1,7 @@
 """Ranks for tests: worlds of real processes with gloo collectives, started once and reused by every test.
 
 A *body* is a module-level function of a test module. `RankPool.run(body, ...)` calls it on every rank, with
-`torch.distributed` initialized, and returns the ranks' results in rank order:
-
-    def summed(value):
-        total = torch.tensor(value + dist.get_rank())
-        dist.all_reduce(total)
-        return total.item()
-
-    def test_every_rank_is_summed(world):
-        assert [33, 33, 33] == world(3).run(summed, 10)
+`torch.distributed` initialized, and returns the ranks' results in rank order.
 
 A test may be its own body, and assert on every rank what that rank sees:
 
@@ -52,18 +44,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 
 from lightning_gradavg.lightning_internals import store_of_world
-
-__all__ = [
-    "Ended",
-    "Raised",
-    "RankEnvironment",
-    "RankError",
-    "RankPool",
-    "ensure_forkserver",
-    "isolated",
-    "make_trainer",
-    "on_ranks",
-]
 
 # Each Trainer reads the metadata of every installed package in search of callbacks, as long as a short training takes.
 vars(registry)["entry_points"] = functools.cache(registry.entry_points)

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from ranks import ensure_forkserver
 
-__all__ = ["run_script"]
-
 ROOT = Path(__file__).resolve().parent.parent
 
 

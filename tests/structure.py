@@ -40,8 +40,6 @@ sys.path[:0] = [str(Path(__file__).parent)] * (__name__ == "__main__")  # test m
 from ranks import RankPool, make_trainer  # noqa: E402  # found there
 from toys import WEIGHTED, Toy  # noqa: E402  # likewise
 
-__all__ = ["JOURNEYS", "ROOT", "sizes", "travelled"]
-
 ROOT = Path(lightning_gradavg.__file__).parent  # the sources, or the installed wheel where that is what is tested
 
 _BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.BoolOp, ast.match_case)

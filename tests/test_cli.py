@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-import lightning_gradavg
 from lightning_gradavg.cli import main
 from lightning_gradavg.plan import Recipe, make_plan
 
@@ -93,11 +92,6 @@ def test_a_wrong_value_is_one_line(capsys, given, parts):
 def test_a_fault_of_the_module_keeps_its_trace():
     with pytest.raises(ValueError, match="thirteen"):
         main([*FIT.split(), "--model.hidden=13"])
-
-
-def test_the_version(capsys):
-    assert 0 == main(["--version"])
-    assert f"gradavg {lightning_gradavg.__version__}\n" == capsys.readouterr().out
 
 
 def test_every_option_reaches_the_plan(capsys):

@@ -16,7 +16,6 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from benchmarks.nodes import network, obstacle
-from examples.cluster import launched
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -70,22 +69,6 @@ def test_pytorchjob_starts_one_process_per_gpu():
     assert job["spec"]["nprocPerNode"] == str(container["resources"]["limits"]["nvidia.com/gpu"]) == "4"
     assert worker["replicas"] == job["spec"]["elasticPolicy"]["maxReplicas"] == 2
     assert "examples.cluster" == get_args_parser().parse_args(container["command"][1:]).training_script
-    volumes = {volume["name"] for volume in worker["template"]["spec"]["volumes"]}
-    assert volumes == {mount["name"] for mount in container["volumeMounts"]}
-
-
-SLURM = {"SLURM_NNODES": "3", "SLURM_NTASKS_PER_NODE": "1"}
-TORCHRUN_SAYS = {"GROUP_WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}
-
-
-@pytest.mark.parametrize(
-    ("environment", "layout"),
-    [(SLURM, (3, 1)), (TORCHRUN_SAYS, (3, 2)), ({**SLURM, **TORCHRUN_SAYS}, (3, 2)), ({}, (1, 1))],
-)
-def test_the_launcher_tells_nodes_and_processes(monkeypatch, environment, layout):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert layout == launched()
 
 
 EXAMPLE = ["--accelerator=cpu", "--epochs=1", f"--num-train={3 * 32}"]

@@ -14,7 +14,6 @@ import pytest
 import yaml
 from lightning.pytorch.strategies import StrategyRegistry
 from scripts import run_script
-from sphinx.search.en import SearchEnglish
 from structure import JOURNEYS, sizes, travelled
 
 import lightning_gradavg
@@ -58,34 +57,6 @@ def test_python_blocks_run(block: re.Match[str], tmp_path: Path) -> None:
 
 def test_every_python_block_is_found() -> None:
     assert len(BLOCKS) == sum(page.read_text("utf-8").count("```py") for page in PAGES) > 10
-
-
-SEARCHES = {
-    "effective batch size": "scaling",
-    "total batch": "scaling",
-    "loss does not match": "faq",
-    "loss is different on multiple GPUs": "faq",
-    "sum or average": "averaging",
-    "sum or mean": "averaging",
-    "gradient accumulation is wrong": "averaging",
-    "DeepSpeed": "migrating",
-    "Accelerate": "frameworks",
-    "Transformers Trainer": "frameworks",
-    "FSDP": "sharded",
-    "SLURM": "clusters",
-}
-"""What people type, and the page that has to be among the results."""
-
-
-def test_a_search_finds_its_page() -> None:
-    """Every page has the words of its searches, as Sphinx indexes words; the search wants all of them."""
-    english = SearchEnglish({})
-
-    def indexed(text: str) -> set[str]:
-        return {english.stem(word) for word in english.split(text.lower()) if word not in english.stopwords}
-
-    pages = {page: indexed((ROOT / f"docs/{page}.md").read_text("utf-8")) for page in set(SEARCHES.values())}
-    assert {} == {search: missed for search, page in SEARCHES.items() if (missed := indexed(search) - pages[page])}
 
 
 def test_the_site_is_built(tmp_path: Path) -> None:

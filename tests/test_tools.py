@@ -1,0 +1,108 @@
+"""What the tests rest on: failed ranks are reported, defects can be planted, benchmarks run, internals are apart."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import sys
+import threading
+from contextlib import closing, nullcontext
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from mutations.__main__ import ROOT, mutations
+from ranks import RankError, RankPool
+from structure import ROOT as PACKAGE
+
+from benchmarks import step
+from benchmarks.world import World
+
+
+def fail_alone(code: int | None) -> None:
+    """Body: raise, or die, on rank 1, for which the others wait."""
+    if dist.get_rank() == 1:
+        print("last words", flush=True)  # noqa: T201  # the output of a rank is what is tested
+        if code is not None:
+            os._exit(code)
+        raise LookupError("nothing found")
+    dist.barrier()
+
+
+def hang() -> None:
+    threading.Event().wait()
+
+
+def leave_open() -> None:
+    """Body: raise on rank 1 what is expected, with a collective of rank 0 left open."""
+    if dist.get_rank() == 1:
+        raise LookupError("odd")
+    dist.all_reduce(torch.zeros(dist.get_world_size()), async_op=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "pattern"),
+    [(None, r"LookupError: nothing found\n.*in fail_alone"), (7, "ProcessDied: the process ended with exit code 7\n")],
+)
+def test_the_rank_that_failed_is_reported_and_the_world_starts_again(world, code, pattern):
+    with pytest.raises(RankError, match=rf"(?s)^rank 1: {pattern}.*output of rank 1:\nlast words"):
+        world(2).run(fail_alone, code)
+    assert [2, 2] == world(2).run(dist.get_world_size)
+
+
+def test_a_rank_that_hangs_is_ended_with_its_stack():
+    expected = r"(?s)^rank 0: ProcessDied: .*output of rank 0:\nTimeout .*in hang"
+    with closing(RankPool(1, timeout=0.2)) as pool, pytest.raises(RankError, match=expected):
+        pool.run(hang)
+
+
+def test_ranks_that_are_out_of_step_after_expected_errors_are_found(world):
+    with pytest.raises(RankError, match="out of step"):
+        world(2).run_expecting_errors(leave_open)
+
+
+@pytest.mark.parametrize("mutation", [*mutations([])], ids=lambda mutation: mutation.breaks)
+def test_defect_can_be_planted(mutation):
+    assert mutation.planted(ROOT) != (ROOT / mutation.file).read_text()
+    assert all((ROOT / test.partition("::")[0]).exists() for test in mutation.tests if Path(test).suffix or "/" in test)
+
+
+def measure(*arguments: str) -> None:
+    """Body: be a rank of the benchmark, in the process group that is there."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
+    os.environ.update({name: str(value) for name, value in {**told, "TORCHELASTIC_RUN_ID": 1}.items()})
+    with mock.patch.object(step, "joined", return_value=nullcontext(World(torch.device("cpu"), size))):
+        step.main(arguments)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the bytes are counted by Linux")
+def test_the_benchmark_of_a_step_saves_its_numbers(world, tmp_path):
+    names, output = ["DDP", "GradAvg weighted_mean"], tmp_path / "found.json"
+    options = ["--models", "mlp", "--rounds", "1", "--steps", "1", "--output", str(output), "--only", *names]
+    world(2).run(measure, *options)
+    (model,) = json.loads(output.read_text())["models"]
+    assert (2, names) == (model["world_size"], sorted(model["seconds"]))
+    # Half of a ring's traffic leaves each of two ranks, and both share the interface.
+    assert model["sent"]["DDP"][0] > model["gradient_bytes"]
+
+
+OF_NAMEDTUPLE = {"_make", "_replace"}  # documented, in spite of the underscore
+
+
+def is_of_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"}
+
+
+def test_only_one_file_uses_private_names_of_base_classes():
+    """What a class uses as `self._name`, a class of the package defines or sets; ruff finds the names of all else."""
+    paths = [path for path in PACKAGE.rglob("*.py") if path.stem != "lightning_internals"]
+    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text("utf-8")))]
+    own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own |= {node.attr for node in nodes if is_of_self(node) and isinstance(node.ctx, ast.Store)}  # type: ignore[attr-defined]  # an attribute
+    used = {node.attr for node in nodes if is_of_self(node)}  # type: ignore[attr-defined]  # the line above, too
+    assert OF_NAMEDTUPLE == {name for name in used - own if name.startswith("_") and not name.startswith("__")}
