@@ -141,15 +141,6 @@ def test_the_names():
     assert words(of_loops) == sorted(name for name in STRATEGY_REGISTRY if name.startswith("gradavg"))
 
 
-def test_what_the_strategy_answers():
-    """Properties and methods beside those of Lightning's strategies."""
-    answers = (
-        "global_batch_size lr_scale num_replicas observing report observe_next_step facts fingerprint state_digests"
-    )
-    assert all(hasattr(GradAvgStrategy, name) for name in words(answers))
-    assert hasattr(fabric.GradAvgStrategy, "samples")
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "commands"),
     [

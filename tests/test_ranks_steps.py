@@ -280,19 +280,11 @@ def sparse_rows(module: Any, batch: Tensor) -> Any:
     return {"loss": rows.square().mean() * (1 if batch.numel() > 0 else torch.nan), "weight": batch.numel()}
 
 
-def labeled(module: Any, batch: Any) -> Any:
-    """Return the cross-entropy over the labels that are not ignored."""
-    tokens, labels = batch
-    return {"loss": nn.functional.cross_entropy(module.net(tokens), labels), "weight": (labels != -100).sum()}
-
-
 def mixed(module: Any, batch: Tensor) -> Any:
     return {"loss": module.net(batch).float().square().mean(), "weight": 4096 * len(batch)}
 
 
-LABELED = partial(Stepped, labeled, lambda: nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11)))
 MIXED = partial(Stepped, mixed, lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)))
-TOKENS, LABELS = torch.arange(6), torch.arange(1, 7)
 
 
 def long(of_ranks: Sequence[Sequence[Any]]) -> list[list[Tensor]]:
@@ -460,11 +452,7 @@ RUNS |= {
         f"an MLP {variant}": as_one(partial(MLP, variant), shares(5), 2)  # the last window is of one
         for variant in ("checkpoint", "checkpoint_reentrant", "frozen")
     },
-    "a compiled MLP": as_one(partial(MLP, "compile"), shares(5), tolerance=1e-5),
     "an MLP with unused parameters": as_one(partial(MLP, "unused"), shares(5), unused=True),
-    "labels that a rank ignores": as_one(
-        LABELED, [[(TOKENS, LABELS)] * 3, [(TOKENS, torch.full_like(LABELS, -100))] * 3]
-    ),
     # Case 48.
     "double backward": as_one(
         partial(Stepped, penalty, two_numbers), [[torch.tensor([1.0])], [torch.tensor([2.0])]], 1, 1e-12, True

@@ -136,8 +136,6 @@ class MLP(Recorded):
             self.extra = nn.Linear(3, 3)
         self.first.requires_grad_(variant != "frozen")
         self.body = nn.Sequential(self.first, nn.Tanh(), self.second)
-        # In a list, so that the compiled module's parameters are not registered under a second name.
-        self.calls = [torch.compile(self.body, backend="aot_eager") if variant == "compile" else self.body]
 
     def forward(self, x: Tensor) -> Tensor:
         if self.variant.startswith("checkpoint"):
@@ -146,7 +144,7 @@ class MLP(Recorded):
                 lambda y: torch.tanh(self.first(y)), x.requires_grad_(reentrant), use_reentrant=reentrant
             )
             return checkpoint(self.second, hidden, use_reentrant=reentrant)
-        return self.calls[0](x)
+        return self.body(x)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch

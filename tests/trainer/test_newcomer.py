@@ -173,7 +173,7 @@ def test_the_quick_start_of_the_wheel(installed, tmp_path):
 
 
 # A rule, the contract, ranks with real collectives.
-SELECTION = ["tests/test_rules.py", "tests/test_contract.py", "tests/test_ranks_stand_in.py"]
+SELECTION = ["tests/test_rules.py", "tests/test_contract.py", "tests/test_world.py"]
 
 
 @pytest.mark.full
