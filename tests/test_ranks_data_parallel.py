@@ -36,7 +36,7 @@ from lightning_gradavg import gather
 # Fewer replicas than ranks is what some of these tests are about.
 pytestmark = pytest.mark.filterwarnings("ignore:num_replicas=. leaves . of . ranks without a replica")
 
-# Of one step, and of 20: batch norm amplifies a rounding, in the reference as here.
+# Of one step, and of 8: batch norm amplifies a rounding, in the reference as here.
 TOLERANCES = {torch.float32: (1e-6, 2e-5), torch.float64: (1e-12, 1e-11)}
 
 
@@ -51,7 +51,7 @@ def reference(name: str, dtype: torch.dtype, num_replicas: int, accumulate: int)
     return train(model, model.loader(), num_replicas, accumulate)
 
 
-WINDOWS = [1, 3]  # of 20 loader batches, so that the last window of 3 is a short one
+WINDOWS = [1, 3]  # of 8 loader batches, so that the last window of 3 is a short one
 SINGLE: dict[str, Any] = {"equivalent_to": "single_device", "num_replicas": None}
 FLOAT32, SPLIT = {"dtype": torch.float32}, {"equivalent_to": None, "split_batches": True}
 RUNS = [
@@ -72,7 +72,7 @@ RUNS = [
 
 @pytest.mark.parametrize(("name", "place", "accumulate", "options"), RUNS, ids=str)
 def test_equals_data_parallel(world, name, place, accumulate, options):
-    """20 loader batches give the gradients, weights, buffers and losses of DataParallel by hand; ranks are equal."""
+    """8 loader batches give the gradients, weights, buffers and losses of DataParallel by hand; ranks are equal."""
     options = {"dtype": torch.float64, **options}
     dtype, windows = options.pop("dtype"), {"accumulate_grad_batches": accumulate} if accumulate > 1 else {}
     ranks = world(place.world_size).run(fit, MODELS[name], parallel(place.num_replicas) | options, dtype, **windows)

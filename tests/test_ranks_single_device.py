@@ -1,15 +1,21 @@
-"""A script trains and logs on any number of ranks as in stock Lightning on one: a rank without samples adds nothing."""
+"""A script trains and logs on any number of ranks, whole or in pieces, as in stock Lightning on one device.
+
+One loader batch is one step of Lightning, however many pieces a rank computes; a rank without samples adds nothing.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from data_parallel import SAMPLES, SEED, Model, assert_same_run, fit, parallel, single
-from lightning.pytorch import seed_everything
+from data_parallel import SAMPLES, SEED, Model, Options, assert_same_run, fit, parallel, single
+from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from ranks import make_trainer
 from test_ranks_evaluation import Lists
 from torch import Tensor, nn
@@ -21,7 +27,7 @@ from lightning_gradavg import GradAvgStrategy
 
 
 class Script(Model):
-    """Logs values and metrics in every way, by a `log` of its own; its learning rate follows what validation logs."""
+    """Logs values and metrics in every way, by a `log` of its own; its rates follow the batches, and validation."""
 
     samples, generator = SAMPLES, None
 
@@ -65,7 +71,7 @@ class Script(Model):
         losses = self.losses("train_mean", batch)
         self.lists.update(losses.detach())
         self.log("lists", self.lists, on_step=False, on_epoch=True)
-        return self.log_often(losses)
+        return {"loss": self.log_often(losses), "rows": batch[1], "size": len(batch[1])}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         losses = self.losses("val_mean", batch)
@@ -78,9 +84,16 @@ class Script(Model):
         self.log("rate", self.trainer.optimizers[0].param_groups[0]["lr"], sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "mine/val"}}
+        optimizer = self.optimizer()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+        of_batches = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
+        return [optimizer], [
+            {"scheduler": plateau, "monitor": "mine/val"},
+            {"scheduler": of_batches, "interval": "step", "frequency": 2},
+        ]
+
+    def optimizer(self) -> Any:
+        return super().configure_optimizers()
 
 
 class Even(Script):
@@ -105,38 +118,131 @@ class OfAll(Script):
         return self.log_often(losses)
 
 
-OPTIONS: dict[str, Any] = {"max_epochs": 3, "precision": "64-true"}
+class Spectral(Script):
+    """Every forward in training moves the buffers that the weights follow from."""
+
+    def build(self) -> nn.Module:
+        net: Any = super().build()
+        nn.utils.parametrizations.spectral_norm(net[0])
+        return net
+
+
+class LBFGS(Script):
+    """Steps by closures."""
+
+    def optimizer(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+
+
+class Keeps(Script):
+    """Does not zero all gradients."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+
+class Seen(ProgressBar):
+    """Notes what a callback sees at the end of each batch, averages the weights, and stops the run when told."""
+
+    def __init__(self, stop: int | None) -> None:
+        super().__init__()
+        self.stop, self.average = stop, dict[str, Tensor]()
+        self.steps: list[tuple[Any, ...]] = []
+        self.outputs: list[tuple[float, list[Any]]] = []
+
+    def disable(self) -> None:
+        """Stay on all ranks."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        rate, total = trainer.optimizers[0].param_groups[0]["lr"], self.total_train_batches
+        self.steps.append((batch_idx, trainer.global_step, rate, total))
+        for name, value in module.named_parameters():
+            self.average[name] = self.average.get(name, value).detach().lerp(value.detach(), 0.3)
+        if "rows" in outputs:
+            chunk = getattr(getattr(trainer.strategy, "_batches", None), "chunk", None)
+            size = 0 if chunk is not None and chunk.stand_in else int(torch.as_tensor(outputs["size"]).sum())
+            self.outputs.append((size * float(outputs["loss"]), outputs["rows"][:size].tolist()))
+        trainer.should_stop |= len(self.steps) == self.stop
+
+
+def seen(kind: type[Script], strategy: Options | None, folder: str, stop: int | None = None, **options: Any) -> Any:
+    """Body: train; return the run, what is exact on any number of ranks, averages, and outputs."""
+    callback, hooks = Seen(stop), Mock(spec=Callback, state_key="hooks", **{"state_dict.return_value": {}})
+    keep = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
+    options = {"max_epochs": 3, "precision": "64-true", **options}
+    callbacks = [callback, hooks, keep]
+    run = fit(kind, strategy, callbacks=callbacks, enable_checkpointing=True, enable_progress_bar=True, **options)
+    saved = sorted(path.name for path in Path(folder).iterdir())
+    called = [name for name, *_ in hooks.method_calls if "validation_batch" not in name]  # which are dealt
+    progress = callback.trainer.fit_loop.epoch_loop.batch_progress.state_dict()
+    return run, (callback.steps, saved, called, progress), callback.average, callback.outputs
+
+
 SPLIT = {"split_batches": True, "reduction": "weighted_mean", "exact_evaluation": True}
+PARTS = {**SPLIT, "max_device_batch_size": 2}
+FULL = {"limit_train_batches": 4}  # full windows: stock Lightning divides a short one by the length of a full one
+VIEWS = parallel(gradient_as_bucket_view=True, find_unused_parameters=True)
 
 
 @pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist=True")
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
 @pytest.mark.parametrize(
-    ("kind", "world_size", "strategy"),
+    ("kind", "world_size", "strategy", "options"),
     [
-        (OfNorm, 1, single()),
-        (OfNorm, 3, single()),
-        (OfAll, 4, parallel(None)),
-        (Script, 3, parallel()),
-        (Script, 4, single()),
-        (Script, 3, SPLIT | {"max_device_batch_size": 2}),
-        (Even, 4, {"split_batches": True, "exact_evaluation": True}),
+        (OfNorm, 1, single(), {}),
+        (OfNorm, 3, single(), {}),
+        (OfAll, 4, parallel(None), {}),
+        (Script, 3, parallel(), {}),
+        (Script, 3, PARTS, {}),
+        (Even, 4, {"split_batches": True, "exact_evaluation": True}, {}),
+        (Spectral, 4, PARTS, {"limit_train_batches": 0.5}),
+        (Keeps, 4, single(max_device_batch_size=3), {**FULL, "accumulate_grad_batches": 2}),
+        (Script, 4, single(), {**FULL, "accumulate_grad_batches": 4, "gradient_clip_val": 0.05}),
+        (LBFGS, 4, PARTS, {}),
+        (Script, 1, single(max_device_batch_size=3), {"stop": 3, "min_epochs": 0}),
+        (Script, 4, VIEWS, {}),
     ],
     ids=str,
 )
-def test_a_script_trains_as_in_stock_lightning(world, kind, world_size, strategy):
-    """Order, gradients, statistics, losses and metrics are stock Lightning's; those of one rank to the bit."""
-    (expected,), tolerance = world(1).run(fit, kind, None, **OPTIONS), 0 if world_size == 1 else 1e-12
-    runs = world(world_size).run(fit, kind, strategy, **OPTIONS)
+def test_a_script_trains_as_in_stock_lightning(world, tmp_path, kind, world_size, strategy, options):
+    """Order, gradients, statistics, losses, metrics, hooks, progress, rates and checkpoints are stock Lightning's.
+
+    Those of one rank that computes whole batches are so to the bit; outputs side by side are those of the batch.
+    """
+    ((expected, exact, average, whole),) = world(1).run(seen, kind, None, str(tmp_path / "whole"), **options)
+    runs, *found = zip(*world(world_size).run(seen, kind, strategy, str(tmp_path / "ours"), **options), strict=True)
     last = expected.logged[-1]
     assert last.keys() == runs[0].logged[-1].keys()
-    assert last["mine/rate"] < 0.05
+    assert "stop" in options or last["mine/rate"] < 0.05
     assert {"mine/a_step", "mine/b_epoch", "mine/often", "mine/infinite", "mine/rank_zero"} < last.keys()
     if "equivalent_to" not in strategy:  # what training logs is then Lightning's mean over ranks, or a rank's own
         expected, *runs = (
             replace(run, logged=[{name: one[name] for name in one if "val" in name} for one in run.logged])
             for run in (expected, *runs)
         )
-    assert_same_run(runs, expected, tolerance)
+    assert_same_run(runs, expected, 0 if world_size == 1 and strategy == single() else 1e-12)
+    for mine, averaged, _ in zip(*found, strict=True):
+        assert exact == mine
+        torch.testing.assert_close(averaged, average, rtol=1e-12, atol=1e-12)
+    for parts, (loss, rows) in zip(zip(*found[-1], strict=True), whole, strict=True):
+        losses, of_ranks = zip(*parts, strict=True)
+        assert rows == [row for part in of_ranks for row in part]
+        assert pytest.approx(loss, rel=1e-12) == sum(losses)
+
+
+def patched() -> tuple[list[int], bool]:
+    """Body: the calls of methods that a user has put on the instance, and whether they are still there."""
+    module = Model()
+    mine = {name: Mock(wraps=getattr(module, name)) for name in ("training_step", "log")}
+    vars(module).update(mine)
+    make_trainer(GradAvgStrategy(**parallel()), max_epochs=1).fit(module, module.loader([8], times=3))
+    return [each.call_count for each in mine.values()], mine.items() <= vars(module).items()
+
+
+def test_patched_methods_are_called_and_put_back(world):
+    """In 3 steps of 2 replicas each, which log once."""
+    assert [([6, 3], True)] * 2 == world(2).run(patched)
 
 
 class Logging(Toy):
