@@ -7,10 +7,8 @@ import re
 import runpy
 import subprocess
 import sys
-import tarfile
 import venv
 from contextlib import redirect_stdout
-from importlib.metadata import Distribution
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +18,6 @@ import pytest
 import torch.distributed as dist
 from scripts import run_script
 
-import lightning_gradavg
 from lightning_gradavg.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,66 +135,24 @@ def printed_by(*command: str | Path, folder: Path, code: int = 0) -> str:
     return str(done.stdout)
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Build both; return the programs of an environment with the wheel, and the sources less the package."""
-    folder = tmp_path_factory.mktemp("release")
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_quick_start_of_the_wheel(tmp_path):
+    """Every command of the README works with the wheel; `.github/workflows` run all tests with it."""
     # The wheel is made of the source distribution, which so is shown to have all that a wheel needs.
-    printed_by(sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", ROOT, folder=folder)
-    (wheel,), (sdist,) = (folder / "dist").glob("*.whl"), (folder / "dist").glob("*.tar.gz")
-    venv.create(folder / "venv", symlinks=True)
-    programs = folder / "venv/bin"
+    printed_by(sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", ROOT, folder=tmp_path)
+    (wheel,), programs = (tmp_path / "dist").glob("*.whl"), tmp_path / "venv/bin"
+    venv.create(tmp_path / "venv", symlinks=True)
     # What the package needs is taken from this environment, where the wheel's own place comes first.
-    (site,) = (folder / "venv/lib").glob("python*/site-packages")
+    (site,) = (tmp_path / "venv/lib").glob("python*/site-packages")
     (site / "needs.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
     pip = [sys.executable, "-m", "pip", "--python", programs / "python"]
-    printed_by(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel, folder=folder)
-    printed_by(*pip, "check", folder=folder)
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
-    (source,) = folder.glob("lightning_gradavg-*/")
-    (source / "lightning_gradavg").rename(folder / "not_on_the_path")
-    return programs, source
-
-
-@pytest.mark.full
-@pytest.mark.timeout(900)
-def test_the_quick_start_of_the_wheel(installed, tmp_path):
-    programs, _ = installed
+    printed_by(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel, folder=tmp_path)
+    assert (site / "lightning_gradavg/py.typed").exists()
     for step in [ONE, STOCK, VERDICT, FIX, *MORE]:
         step.write(tmp_path)
         program, *arguments = step.command.split()
         # torchrun is a program of torch's environment; its module is found in both.
         start = ["python", "-m", "torch.distributed.run"] if program == "torchrun" else [program]
         step.check(printed_by(programs / start[0], *start[1:], *arguments, folder=tmp_path, code=step.code))
-
-
-# A rule, the contract, ranks with real collectives.
-SELECTION = ["tests/test_rules.py", "tests/test_contract.py", "tests/test_world.py"]
-
-
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_wheel(installed):
-    """The wheel brings its types and its command, and the tests of the source distribution pass with it."""
-    programs, source = installed
-    where = "import lightning_gradavg as g; print(g.__version__, g.__file__)"
-    version, file = printed_by(programs / "python", "-c", where, folder=source).split()
-    (site,) = (programs.parent / "lib").glob("python*/site-packages")
-    assert (lightning_gradavg.__version__, str(site / "lightning_gradavg/__init__.py")) == (version, file)
-
-    (metadata,) = Distribution.discover(name="lightning-gradavg", path=[str(site)])
-    files = {str(path) for path in metadata.files or ()}
-    assert "lightning_gradavg/py.typed" in files
-    of_wheel = {"lightning_gradavg", f"lightning_gradavg-{version}.dist-info", ".."}
-    assert of_wheel == {name.split("/")[0] for name in files}
-    assert {"docs", "dev"} <= set(metadata.metadata.get_all("Provides-Extra") or ())
-    page = metadata.metadata.get_payload()  # PyPI shows the README without the files that it links to
-    assert "# lightning-gradavg" in page
-    assert [] == re.findall(r"\]\((?!\w+:)[^)]*\)", page)
-
-    by_module = printed_by(programs / "python", "-m", "lightning_gradavg", "--help", folder=source)
-    assert by_module == printed_by(programs / "gradavg", "--help", folder=source)
-    pytest_of_both = [programs / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    assert "passed" in printed_by(*pytest_of_both, *SELECTION, folder=source)
