@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -25,16 +25,14 @@ from orders import (
     Changing,
     Counting,
     Graphs,
-    Logged,
     Sized,
     Stream,
     listed,
     seed,
 )
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from torch.utils.data._utils.pin_memory import pin_memory
 
-from lightning_gradavg.batches.chunks import Chunk, Collated, Split, chunk_bounds, cut_pieces
+from lightning_gradavg.batches.chunks import Chunk, Split, chunk_bounds, cut_pieces
 from lightning_gradavg.batches.loader import SplitLoader
 from lightning_gradavg.ranks import World
 
@@ -174,21 +172,6 @@ def test_no_two_ranks_augment_alike(world, generator) -> None:
         assert 8 == len({number for rank in ranks for number in rank})
 
 
-def loaded() -> Any:
-    """Body: return which samples of a dataset the rank loads, and how many of a stream it collates."""
-    dataset, collated, world = Logged(13), list[int](), World.of(None)
-    list(split(DataLoader(dataset, 8), world))
-    list(split(DataLoader(Stream(13), 8, collate_fn=lambda samples: collated.append(len(samples))), world))
-    return dataset.loaded, collated
-
-
-def test_only_the_own_samples_are_loaded_and_collated(world) -> None:
-    """A rank loads its own chunk, and for a missing one the two samples of its stand-in; a stream it reads whole."""
-    indices, collated = zip(*world(4).run(loaded), strict=True)
-    assert ([0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12], [6, 7, 8, 9]) == indices
-    assert ([2, 2], [2, 2], [2, 1], [2, 2]) == collated
-
-
 def test_all_arguments_of_the_loader_are_kept() -> None:
     """The copy that is read has every attribute of the user's loader, but a batch sampler that asks the user's."""
     options: dict[str, Any] = {"pin_memory": True, "timeout": 9, "worker_init_fn": print, "prefetch_factor": 5}
@@ -205,27 +188,6 @@ def test_all_arguments_of_the_loader_are_kept() -> None:
     assert copy.batch_sampler is loader.batch_sampler
     again = split(copy)
     assert again.loader is loader, "a CombinedLoader of a user, split in an earlier run, is split anew"
-
-
-def test_an_iterable_without_length_has_none_and_may_never_end() -> None:
-    loader = split(repeat(torch.arange(4)), rank=1, world_size=2)
-    assert [2, 3] == next(iter(loader)).tolist()
-    with pytest.raises(TypeError):
-        len(loader)
-
-
-class Pinnable:
-    pinned = False
-
-    def pin_memory(self) -> Pinnable:
-        self.pinned = True
-        return self
-
-
-def test_what_workers_send_can_be_pinned() -> None:
-    """`torch` pins memory inside what the copy of the loader yields, and leaves the rest as it is."""
-    sent = pin_memory(Collated(3, b"digest", Pinnable()))
-    assert (3, b"digest", True) == (sent.rows, sent.key, sent.part.pinned)
 
 
 def flagged(value: Any) -> Any:
@@ -288,14 +250,11 @@ def drawing(samples: list[Any]) -> Graphs:
 
 
 DEALT: Any = DistributedSampler(EIGHT, num_replicas=2, rank=0)
-TWO_WORKERS: list[dict[str, Any]] = [{"num_workers": 1}, {}]
-RAGGED = [[torch.zeros(size) for size in (1, 2, 3, 4)]]
 DIFFER, ALONE = " on rank 0; batch size ", "leave split_batches, equivalent_to and num_replicas out"
 
 REFUSED: dict[str, tuple[Callable[[int], Any], dict[str, Any], list[str]]] = {
     # What returns the loader of a rank, how it is split, and what the errors of ranks 0 and 1 say, or that of all.
     "length": (lambda rank: DataLoader(EIGHT, 4 - rank), {}, [DIFFER]),
-    "workers": (lambda rank: DataLoader(EIGHT, **TWO_WORKERS[rank]), {}, [DIFFER]),
     "streams of different length": (
         lambda rank: DataLoader(Counting(20 + 4 * rank), 4),
         {},
@@ -311,7 +270,6 @@ REFUSED: dict[str, tuple[Callable[[int], Any], dict[str, Any], list[str]]] = {
         {},
         ["a loader batch has no samples: leave out empty batches"],
     ),
-    "ragged": (lambda rank: RAGGED, {"whole": True}, ["dimension 0 is 1 and 2 and 3 and 4"]),
     "dealt": (
         lambda rank: DataLoader(EIGHT, sampler=DEALT),
         {},
@@ -332,16 +290,10 @@ REFUSED: dict[str, tuple[Callable[[int], Any], dict[str, Any], list[str]]] = {
         {},
         ["Changing yielded more batches"],
     ),
-    "fewer batches": (lambda rank: Changing(8, 2, lambda batches: batches[1:]), {}, ["Changing yielded fewer batches"]),
     "other samples": (
         lambda rank: DataLoader([rank] * 8, 4),
         {"whole": True, "replicas": 2},
         ["does not yield the same batches on all ranks: found at batch 1 of this epoch"],
-    ),
-    "sharded on one rank": (
-        lambda rank: DataLoader(with_attribute(Augmented(8), "sharded_by_rank", rank == 1), 4),
-        {"replicas": 4},
-        ["split, on rank 1: DataLoader or its dataset Augmented has sharded_by_rank = True"],
     ),
     "sharded": (
         lambda rank: DataLoader(with_attribute(Augmented(8), "sharded_by_rank", True), 4),

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from itertools import chain, product
 from statistics import fmean
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -348,24 +347,6 @@ def test_what_cannot_be_evaluated_exactly_is_an_error_on_all_ranks(
     raised = world(world_size).run_expecting_errors(run, kind, sizes, "validate", **options)
     assert [error] * world_size == [one.type_name for one in raised]
     assert all(message in one.message for one in raised)
-
-
-def gathered(*args: Any) -> list[int]:
-    """Body: predict, and return how many predictions each gathering had."""
-    seen, original = [], World.gather_objects
-
-    def gather_objects(self: World, value: Any) -> list[Any]:
-        seen.append(sum(len(each) for each in value if isinstance(each, torch.Tensor)))
-        return original(self, value)
-
-    with mock.patch.object(World, "gather_objects", gather_objects):
-        run(*args)
-    return list(filter(None, seen))
-
-
-def test_predictions_are_gathered_batch_by_batch(world):
-    """Each is sent once, in gatherings of one batch of each rank: they go through the memory of the device."""
-    assert [[2, 2], [2, 1]] == world(2).run(gathered, "indexed", (7, 2), "predict")
 
 
 def test_training_goes_on_as_if_not_evaluated(world):

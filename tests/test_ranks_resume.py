@@ -335,12 +335,6 @@ def test_an_unfinished_one_leaves_the_one_before(tmp_path):
     assert [path] == list(tmp_path.iterdir())
 
 
-def test_other_file_systems_are_left_to_lightning():
-    """What is not on a local file system is written as Lightning writes it."""
-    WholeCheckpoints().save_checkpoint({"global_step": 3}, "memory://folder/last.ckpt")
-    assert 3 == WholeCheckpoints().load_checkpoint("memory://folder/last.ckpt", weights_only=True)["global_step"]
-
-
 def end_in_step_2(act: Any, rank: int, folder: str) -> None:
     """Body: train, and have a rank end in its third step."""
     keep = {"filename": "{step}", "save_on_exception": True}

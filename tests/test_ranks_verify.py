@@ -106,16 +106,15 @@ def words(part: float = 0.0) -> nn.Module:
 
 
 class Texts(nn.Module):
-    """A transformer or a recurrent layer over padded texts, with dropout."""
+    """A transformer over padded texts, with dropout."""
 
-    def __init__(self, rows: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.table, self.rows, self.out = nn.Embedding(7, 8), rows, nn.Linear(8, 7)
+        self.rows = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+        self.table, self.out = nn.Embedding(7, 8), nn.Linear(8, 7)
 
     def forward(self, batch: Tensor) -> Tensor:
-        rows = self.table(batch)
-        attends = isinstance(self.rows, nn.TransformerEncoderLayer)
-        return self.out(self.rows(rows, src_key_padding_mask=batch == 0) if attends else self.rows(rows)[0])
+        return self.out(self.rows(self.table(batch), src_key_padding_mask=batch == 0))
 
 
 # Training steps.
@@ -146,13 +145,6 @@ def penalized(of: OfStep = classified, *, alone: bool = False) -> OfStep:
         return of(module, batch) + (penalty * 0 if alone and rank() else penalty)
 
     return step
-
-
-def by_average(module: Any, batch: Any) -> Tensor:
-    """Divide the loss by its moving average."""
-    loss = classified(module, batch)
-    module.average = 0.9 * getattr(module, "average", 1.0) + 0.1 * float(loss.detach())
-    return loss / module.average
 
 
 def by_position(module: Any, batch: Any) -> Tensor:
@@ -253,12 +245,6 @@ def by_words(module: Any, batch: Tensor) -> Tensor:
     """Draw for one word after the other, and once more for all."""
     rows = torch.stack([dropout(row, 0.1) for row in module.net(batch).unbind(1)], 1)
     return (dropout(rows, 0.1).square().sum(-1) * (batch != 0)).sum(1).mean()
-
-
-def in_float(module: Any, batch: Any) -> Tensor:
-    loss = cross_entropy(module.net(batch[0].float()).float(), batch[1]).to(torch.float32)
-    module.log("loss", loss, sync_dist=True)
-    return loss
 
 
 def summed_value(module: Any, batch: Any) -> Tensor:
@@ -545,46 +531,21 @@ EQUAL = {
         reads=plain(20, 7), strategy=SPLIT, steps=3, ranks=3, precision="64-true", tolerance=1e-13
     ),
     "an idle rank": Run(reads=plain(12), strategy=SPLIT, ranks=3, precision="64-true"),
-    "asks for the global batch": Run(
-        step=scaled(lambda module: module.trainer.strategy.global_batch_size / 8), reads=ALL, strategy=SPLIT
-    ),
     "`split_batches` in pieces, dropout": Run(
         dropped, reads=plain(22, 7), strategy=ours(split_batches=True, max_device_batch_size=2), window=2
     ),
-    "dropout, `single_device`": Run(dropped, reads=plain(14, 5), strategy=SINGLE),
     "`training_step_end`": Run(
         step=lambda module, batch: {"outputs": module.net(batch[0])},
         reads=plain(14, 5),
         strategy=SINGLE,
         training_step_end=lambda _, outputs: spread(outputs["outputs"]),
     ),
-    "a static graph, spectral norm": Run(
-        lambda: layers(change=lambda net: nn.utils.parametrizations.spectral_norm(net[0])),
-        strategy=stock(static_graph=True),
-    ),
     "an L2 penalty in a mean loss, a factor of `batch_idx`": Run(
         step=scaled(lambda module: 1 + module.batch_idx, penalized())
     ),
     "padded texts with their weights, dropout": shared(lambda: words(0.3), TOKENS, texts, strategy=BY_WEIGHT),
-    "padded texts, attention, dropout": shared(
-        lambda: Texts(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)), each_text, texts
-    ),
-    "LSTM, dropout": shared(
-        lambda: Texts(nn.LSTM(8, 8, num_layers=2, batch_first=True, dropout=0.3)), each_text, texts
-    ),
-    "samples along dimension 1, dropout": shared(
-        lambda: nn.Sequential(nn.Linear(2, 5), nn.Dropout(0.4), nn.Linear(5, 3)),
-        entropy(lambda net, x: net(x.reshape(-1, 3, 2).transpose(0, 1)).mean(0)),
-    ),
-    "sparse gradients, SparseAdam": Run(
-        lambda: nn.Embedding(3, 4, sparse=True),
-        lambda module, batch: (module.net(batch[1]) - 1).square().mean(),
-        optimizer=lambda self: torch.optim.SparseAdam(list(self.parameters()), lr=0.1),
-    ),
+    "padded texts, attention, dropout": shared(Texts, each_text, texts),
     "L-BFGS, bucket views": Run(strategy=stock(gradient_as_bucket_view=True), optimizer=lbfgs),
-    "`x.float()`, logged with `sync_dist`, medium precision of products": shared(
-        step=in_float, on_fit_start=lambda _: torch.set_float32_matmul_precision("medium")
-    ),
     "samples in lists": shared(
         step=lambda module, batch: classified(module, tuple(map(torch.stack, batch))),
         reads=plain(collate_fn=lambda rows: tuple(zip(*rows, strict=True))),
@@ -611,9 +572,6 @@ EQUAL = {
         reads=streamed("halves", lambda rows: ((x + torch.randn_like(x), y) for x, y in rows)), strategy=BY_WEIGHT
     ),
     "a sampler of your own": Run(reads=plain(sampler=lambda: in_turn([*range(32)]))),
-    "a half of the batches for each, in order": Run(
-        reads=lambda: dealt(batches((4,) * 4), lambda every: every[2 * rank() :][: 4 // world()])
-    ),
     "batches of a sampler with replacement": Run(reads=replacing),
     "`drop_last`": shared(reads=plain(30, drop_last=True)),
 }
@@ -621,7 +579,6 @@ DIFFERENT = {
     "initial weights": Run(lambda: layers(change=lambda net: net[0].weight.data.mul_(world()))),
     "duplicated stream": Run(reads=streamed("all")),
     "duplicated stream: without an end": Run(reads=streamed("all", cycle)),
-    "duplicated stream: a sampler of your own": Run(reads=plain(sampler=lambda: range(32))),
     "padding": shared(reads=plain(15)),
     "unread samples: sharded by hand and by the sampler": shared(reads=sharded_by_hand),
     "data order: ranks that read backwards": Run(
@@ -654,16 +611,13 @@ DIFFERENT = {
             "ranks: 2, optimizer steps: 1",
         ],
     ),
-    "sum loss: L-BFGS": Run(step=summed, optimizer=lbfgs),
     "sum loss: shuffled, with samples repeated to fill the ranks": shared(
         step=summed, reads=plain(15), says=["note: one process would train on these"]
     ),
     "constant term: an L2 penalty under `sum`": Run(step=penalized(summed), strategy=BY_SUM),
     "mean of means": Run(reads=UNEVEN),
-    "mean of means: late in a long window": Run(reads=by_ranks((4, 4, 2), (4, 4, 4)), window=3),
     "mean of means: over tokens": Run(step=masked),
     "mean of means: over tokens of padded texts, with weights": shared(words, TOKENS, texts),
-    "mean of means: a moving average of the loss in an attribute": Run(step=by_average),
     "counts: class weights": Run(step=entropy(weight=torch.tensor([1.0, 5.0, 2.0])), strategy=BY_WEIGHT),
     "counts: a mean over tokens weighted by samples": Run(
         step=masked, reads=UNEVEN, strategy=BY_WEIGHT, says=["the run weights them by 0.75, 0.25:", '"weight": n']
@@ -687,37 +641,24 @@ DIFFERENT = {
         says=['with it `reduction="mean"` is right', "net.w is 1.75, but 2 on one process"],
     ),
     "hand-compensated loss: times the ranks, dropout": Run(dropped, scaled(lambda _: world())),
-    "hand-compensated loss: times the ranks in the second step": Run(
-        step=scaled(lambda module: world() if module.batch_idx == 1 else 1), reads=WINDOWS, steps=3
-    ),
     "hand-compensated loss: a tiny gradient times the ranks": Run(
         lambda: layers(change=lambda net: net[0].bias.register_hook(lambda grad: 1e-9 * world() * grad)),
         says=["net.0.bias is "],
     ),
     "double division: a loss": Run(step=scaled(lambda _: 1 / world())),
     "double division: a communication hook": Run(strategy=sending(reduced_by(lambda sent: sent / 2))),
-    "double division: a communication hook under `sum`": Run(
-        step=summed, strategy=sending(reduced_by(lambda sent: sent / 2), reduction="sum")
-    ),
     "double division: after the reduction": Run(
         on_after_backward=lambda self: [each.grad.div_(world()) for each in self.parameters()]
     ),
     "gradient hooks: every rank clips its norm": Run(
         strategy=sending(reduced_by(lambda sent: sent * min(1.0, 0.05 / float(sent.norm()))))
     ),
-    "gradient hooks: lost on the way": Run(strategy=sending(reduced_by(lambda sent: sent * 0))),
     "16-bit wire: float16": Run(strategy=sending(fp16_compress_hook)),
     "16-bit wire: bfloat16": Run(strategy=sending(bf16_compress_hook)),
     "unsynchronised replicas: a weight": Run(on_train_batch_start=drifts),
     "unsynchronised replicas: past the strategy": Run(step=by_hand(outside=True), manual=True),
     "unsynchronised replicas: rates": Run(optimizer=lambda self: sgd(self, lr=0.1 * (1 + self.global_rank))),
-    "unsynchronised replicas: optimizers": Run(
-        optimizer=lambda self: (torch.optim.Adam if rank() else torch.optim.SGD)(self.parameters(), lr=0.1)
-    ),
     "learning-rate scale": Run(optimizer=lambda self: sgd(self, lr=0.1 * world(), momentum=0.9)),
-    "learning-rate scale: a short last window": Run(
-        reads=WINDOWS, window=2, optimizer=lambda self: sgd(self, lr=0.1 * world())
-    ),
     "learning-rate scale: one group": Run(
         optimizer=lambda self: torch.optim.SGD(
             [{"params": self.net[0].parameters()}, {"params": self.net[2].parameters(), "lr": 0.1 * world()}], lr=0.1
@@ -776,9 +717,6 @@ NOT_SHOWN = {
     "16 of the 32 samples of an epoch are none of the 32 of one process": Run(reads=streamed("halves", moved)),
     "64 of the 64 samples of an epoch are none of the 32 of one process": Run(
         reads=streamed("all", lambda rows: moved(rows, world() + 0.5))
-    ),
-    "16 of the 32 samples of an epoch are none of the 32": shared(
-        reads=lambda: DataLoader(TensorDataset(*samples(32, rank())), 4)
     ),
     "4 of the 8 samples of the step are none of those of one process": Run(
         reads=streamed("every W-th", lambda rows: moved(cycle(rows)))
