@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path as File
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from loops import OfTorch
-from ranks import RankPool, make_trainer, on_ranks
+from ranks import RankPool, make_trainer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -421,14 +420,6 @@ def test_a_path_on_cuda_and_nccl(name: str, cuda_world: Worlds, world: Worlds, t
     table.add_row(name, *(f"{counted.get(what, math.nan):.3g}" for what in ("waits", "seconds")))
 
 
-@on_ranks()
-def test_all_ranks_of_a_node_have_the_first_gpu() -> None:
-    strategy = GradAvgStrategy()
-    with patch.object(OneGpu, "is_available", return_value=True):
-        trainer_on("cuda", PATHS["monitor"], strategy)
-    assert ([torch.device("cuda", 0)] * 2, dist.get_rank()) == (strategy.parallel_devices, strategy.local_rank)
-
-
 def counted_on() -> float:
     count = torch.tensor(3.0, dtype=torch.float64, device="sim")
     weight = as_weight(count, count.device)
@@ -438,30 +429,3 @@ def counted_on() -> float:
 
 def test_a_weight_is_what_it_was_when_it_was_given(sim_world: Worlds) -> None:
     assert [3.0, 3.0] == sim_world(2).run(counted_on)
-
-
-WAITING: list[Callable[[Tensor], object]] = [
-    lambda ones: ones[ones > 0],
-    lambda ones: ones.__setitem__(ones > 0, 1.0),
-    lambda ones: torch.empty(4).copy_(ones, non_blocking=True),
-    lambda ones: torch.tensor(1.0, device="sim"),
-    lambda ones: torch.equal(ones, ones),
-]
-
-
-def simulate() -> None:
-    """Body: find each wait at its line, none for pinned memory, and refuse tensors of two devices, as on CUDA."""
-    ones = torch.ones(4, device="sim")
-    for wait in WAITING:
-        with waits() as found:
-            wait(ones)
-        assert [f"{__file__}:{wait.__code__.co_firstlineno}"] == found
-    with waits() as found:
-        torch.empty(4, pin_memory=True).copy_(ones, non_blocking=True)
-    assert [] == found
-    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-        ones + torch.ones(4)
-
-
-def test_the_simulated_device_notes_what_cuda_would_wait_for(sim_world: Worlds) -> None:
-    sim_world(2).run(simulate)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import runpy
 from importlib import import_module
 from inspect import signature
 from itertools import takewhile
@@ -84,15 +83,6 @@ def test_one_version() -> None:
     assert f'license = "{citation["license"]}"' in (ROOT / "pyproject.toml").read_text("utf-8").splitlines()
     assert "CITATION.cff" in SHIPPED
     assert [] == [name for name in SHIPPED if not (ROOT / name).exists()]
-
-
-def test_diagrams_are_what_their_script_draws() -> None:
-    """`python docs/diagrams.py` writes them as they stand in docs/images; a test of the cost model draws the other."""
-    pictures = runpy.run_path(str(ROOT / "docs" / "diagrams.py"))["PICTURES"]
-
-    assert {name: draw() for name, draw in pictures.items()} == {
-        path.name: path.read_text("utf-8") for path in (ROOT / "docs" / "images").glob("averaging_*.svg")
-    }
 
 
 def test_the_reference_is_the_public_interface() -> None:

@@ -12,8 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from lightning_gradavg import hooks
 
@@ -144,30 +143,6 @@ def bytes_sent(name: str, nodes: Sequence[int], dtype: torch.dtype) -> Counter[b
 def test_bytes_sent(world, name, nodes, dtype, expected):
     """Half the bytes of float32, in as many as a ring sends; node by node only one bucket per node goes out."""
     assert [expected] * len(nodes) == world(len(nodes)).run(bytes_sent, name, nodes, dtype)
-
-
-def gradients_of_ddp(name: str, nodes: Sequence[int], views: bool) -> list[list[float]]:
-    """Body: two backwards of stock DDP, whose input is rank + 1, with each matrix in a bucket of its own."""
-    with on_nodes(nodes):
-        layers = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False))
-        for parameter in layers.parameters():
-            nn.init.ones_(parameter)
-        model = DistributedDataParallel(layers, bucket_cap_mb=0.00001, gradient_as_bucket_view=views)
-        model.register_comm_hook(None, getattr(hooks, name))
-        for _ in range(2):
-            model.zero_grad()
-            model(torch.full((1, 4), dist.get_rank() + 1.0)).sum().backward()
-        return [parameter.grad.flatten().tolist() for parameter in model.parameters()]
-
-
-@pytest.mark.parametrize(
-    ("name", "nodes", "views"), [*((name, SINGLE, True) for name in NAMES), ("by_node_float16", EVEN, False)]
-)
-def test_stock_ddp(world, name, nodes, views):
-    """The gradient of the first is 2 x, and of the second first(x) = 4 x, on average over x = 1, 2, ..."""
-    mean = sum(range(1, len(nodes) + 1)) / len(nodes)
-    expected = [[2 * mean] * 12, [4 * mean] * 6]
-    assert [expected] * len(nodes) == world(len(nodes)).run(gradients_of_ddp, name, nodes, views)
 
 
 def sparse() -> Any:

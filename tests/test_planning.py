@@ -134,17 +134,6 @@ def test_the_largest_feasible_batch_is_feasible_and_the_next_is_not(batch: int, 
         assert fits is feasible
 
 
-def test_memory_of_a_device() -> None:
-    free, limited = (
-        planned(Recipe(16, 0.1), 2, global_batch_size=80, **limit) for limit in ({}, {"max_device_batch_size": 20})
-    )
-    told = "A device holds 40 samples at once, and 16 in the base run"
-    assert [told] == [note.partition(". ")[0] for note in free.notes if note.startswith("A device holds")]
-    assert not [note for note in limited.notes if note.startswith("A device holds")]
-    assert (limited.gradavg.accumulate, limited.gradavg.chunks[0].micro_batch_size) == (2, 20)
-    assert "max_device_batch_size=20" in limited.code[1]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

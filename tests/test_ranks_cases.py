@@ -366,21 +366,12 @@ def test_two_loaders_are_refused():
         trainer.fit(Both(), CombinedLoader(streams, "max_size"))
 
 
-def loader_of_run(kind: str, apart: bool) -> str:
-    """Body: return what Lightning reads from, of batches that the ranks may all have."""
+def read_alike() -> None:
+    """Body: train on batches that all ranks have."""
     trainer = make_trainer(GradAvgStrategy(), max_epochs=1, **AS_THEY_ARE)
-    trainer.fit(Toy(), READS[kind]([torch.ones(1) * number + 10 * apart * dist.get_rank() for number in range(3)]))
-    return type(trainer.train_dataloader).__name__
-
-
-@pytest.mark.parametrize(
-    ("ranks", "kind", "expected"),
-    [(2, "list", "DataLoader"), (2, "stream", "JoinedLoader"), (1, "stream", "DataLoader")],
-)
-def test_known_lengths_cost_nothing(world, ranks, kind, expected):
-    assert [expected] * ranks == world(ranks).run(loader_of_run, kind, apart=True)
+    trainer.fit(Toy(), READS["stream"]([torch.ones(1) * number for number in range(3)]))
 
 
 def test_a_stream_that_all_ranks_read_alike_is_warned_of(world):
     with pytest.raises(RankError, match="all ranks read the same batches of DataLoader over Stream: every"):
-        world(2).run(loader_of_run, "stream", apart=False)
+        world(2).run(read_alike)

@@ -14,9 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.imports import RequirementCache
 from loops import OfFabric, OfTorch
 from ranks import on_ranks
@@ -222,16 +219,6 @@ BY_NODE = {"reduction": "mean_of_node_means"}
 def test_refused_options(make, options, error, text):
     with pytest.raises(error, match=re.escape(text)):
         make(*[nn.Module.train] * (make is OfFabricSharded), **options)
-
-
-@pytest.mark.parametrize("name", ["gradavg", "gradavg_sum", "gradavg_weighted", "gradavg_spawn", "gradavg_notebook"])
-def test_names(name):
-    """Fabric knows the names after the import, and a Trainer that is given the strategy quotes what to use."""
-    strategy: Any = Fabric(accelerator="cpu", devices=2, strategy=name).strategy
-    assert isinstance(strategy, GradAvgStrategy)
-    assert {"gradavg_sum": "'sum'", "gradavg_weighted": "'weighted_mean'"}.get(name, "'mean'") in repr(strategy)
-    with pytest.raises((MisconfigurationException, ValueError), match=r"with Trainer use lightning_gradavg\.GradAvgS"):
-        Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
 
 
 @pytest.mark.parametrize("rules", [("sum", "weighted_mean"), ("mean", "sum")])

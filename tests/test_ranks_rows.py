@@ -17,7 +17,6 @@ from ranks import Raised, on_ranks
 from torch import Tensor
 
 from lightning_gradavg.reduction.gather import gather, losses_weighed
-from lightning_gradavg.rules import Share
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
@@ -147,15 +146,6 @@ def test_structure_has_one_backward():
     assert torch.equal(torch.zeros(1, 3), y.grad)
 
 
-@on_ranks()
-def test_plain_gather():
-    x = torch.ones(1, requires_grad=True)
-    with torch.no_grad():
-        assert not gather(x).requires_grad
-    with torch.inference_mode():
-        assert [2.0, 2.0] == gather(x + 1).tolist()
-
-
 @on_ranks(3)
 def test_group():
     """Ranks 0 and 2 gather among themselves."""
@@ -182,10 +172,6 @@ def test_one_rank():
         first.sum().backward()
 
 
-def negative(place: Any, weight: Any) -> Share:
-    return Share(-1.0, 1.0)
-
-
 X = torch.ones(1, 2)
 # What each of two ranks gives instead of one row, and what both are told.
 MISUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -195,7 +181,6 @@ MISUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"tensors": torch.ones(1, 3)},
         "gather cannot proceed: tensors of shape (rows, 2) and torch.float32 on rank 0; tensors of shape (rows, 3) and",
     ),
-    "dtypes": ({}, {"tensors": X.double()}, "torch.float32 on rank 0; tensors of shape (rows, 2) and torch.float64 on"),
     "structure": ({}, {"tensors": (X, X)}, "torch.float32 on rank 0; tensors[0] of shape (rows, 2) and torch.float32 "),
     "rule": ({}, {"reduction": "sum"}, "reduction='mean' on rank 0; reduction='sum' on rank 1. Pass the same"),
     "no_grad": ({}, {"grad": False}, "with gradients on rank 0; under torch.no_grad on rank 1. Pass the same"),
@@ -206,11 +191,7 @@ MISUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "a number": ({"tensors": torch.tensor(1.0)}, {}, "has no dimension to concatenate along: pass tensor.reshape(1)"),
     "no tensor": ({"tensors": {}}, {}, "there is no tensor in {}: pass at least one"),
-    "a nested number": ({"tensors": {"a": [1.5]}}, {}, "tensors['a'][0] must be a tensor, or a tuple, list or dict"),
     "sparse": ({"tensors": X.to_sparse()}, {}, "tensors must be a dense tensor, got layout torch.sparse_coo"),
-    "no weight": ({"reduction": "weighted_mean"}, {}, "'weighted_mean', sum(n * g) / sum(n), needs a weight"),
-    "negative weight": ({"reduction": "weighted_mean", "weight": -1}, {}, "weight -1.0 is not a finite number >= 0"),
-    "negative share": ({"reduction": negative, "weight": 1},) * 2 + ("returned multiplier=-1.0",),
 }
 
 

@@ -24,7 +24,6 @@ from toys import AWARE, COUNTS, MLP, WEIGHTED, Seen, alone, flat, loader, same_e
 
 from lightning_gradavg import GradAvgModelParallelStrategy
 from lightning_gradavg.fabric import GradAvgModelParallelStrategy as OfFabricSharded
-from lightning_gradavg.verify.run import resolve_strategy
 
 pytestmark = AWARE
 
@@ -253,8 +252,3 @@ def test_refused_on_all_ranks(world, shard, kind, text):
     options = {"accumulate_grad_batches": 2} if kind == "stale" else {}
     for raised in world(layout.ranks).run_expecting_errors(*call, **options):
         assert text in raised.message
-
-
-def test_verify_refuses_by_name():
-    with pytest.raises(ValueError, match=r"whole models.* got GradAvgModelParallelStrategy"):
-        resolve_strategy("gradavg_model_parallel")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -56,10 +55,4 @@ def test_names_and_functions_are_rules() -> None:
         assert rule is resolve_rule(name) is resolve_rule(rule)
         assert (name, True) == (rule.name, "sum(" in rule.formula)
     assert {"weighted_mean", "normalized_sum"} == {rule.name for rule in RULES.values() if rule.uses_weight}
-
-    class Halves:
-        def __call__(self, place: Place, weight: Any) -> Share:
-            return Share(0.5, 1.0)
-
     assert ("root", True, True) == (ROOT.name, ROOT.uses_weight, "root" in ROOT.formula)
-    assert resolve_rule(Halves()).name.endswith("Halves")

@@ -231,6 +231,7 @@ def test_the_pages_say_what_the_code_knows(capsys):
         (["torch.nn:Linear", "--tolerance", "0"], "tolerance is a relative difference > 0, got 0.0"),
         (["torch.nn:Linear", "--accelerator", "tpu"], "2 ranks need as many devices of type 'tpu', and torch finds 0"),
         (["torch.nn:Linear", "--strategy", "fsdp"], "gradients of whole models.*got FSDPStrategy"),
+        (["torch.nn:Linear", "--strategy", "gradavg_model_parallel"], "whole models.*got GradAvgModelParallelStrategy"),
         (["torch.nn:Linear", "--strategy", "adhoc"], "strategy='adhoc' is not registered. It has .*gradavg"),
     ],
 )

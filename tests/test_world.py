@@ -1,4 +1,4 @@
-"""A world of ranks: on which nodes they are, what they exchange, and how messages name them."""
+"""A world of ranks: on which nodes they are, and what they exchange."""
 
 from __future__ import annotations
 
@@ -9,17 +9,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 
 from lightning_gradavg.place import Place, node_from_environment, places_on_nodes
-from lightning_gradavg.ranks import Contribution, World, _end, _end_in_order, by_value, digest
-from lightning_gradavg.ranks import on_ranks as in_words
-
-
-def test_ranks_in_words() -> None:
-    """Messages say which ranks hold which value, and shorten long lists of ranks; a digest is a 64-bit integer."""
-    assert digest("a") == digest("a") != digest("b")
-    assert all(-(2**63) <= digest(str(number)) < 2**63 for number in range(100))
-    assert "on rank 3" == in_words([3])
-    assert "on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 504 more" == in_words(range(512))
-    assert "a on rank 0; b on ranks 1, 2" == by_value("abb")
+from lightning_gradavg.ranks import Contribution, World, _end, _end_in_order
 
 
 def alike() -> Contribution:

@@ -112,12 +112,6 @@ def test_selected_on_ranks_that_run(world, tmp_path, way, strategy, more, expect
     assert_trained(tmp_path, *expected)
 
 
-def test_the_page_names_the_ways():
-    page = (HERE.parents[1] / "docs/select.md").read_text("utf-8")
-    ways = [*NAMED, "gradavg fit --config config.yaml", f"`class_path: {STRATEGY}`", f"`_target_: {STRATEGY}`"]
-    assert [] == [way for way in ways if way not in page]
-
-
 def test_the_printed_config_is_the_config(tmp_path, capsys):
     """Case 25 (b): --print_config prints a config that prints itself, and holds every option."""
     given, printed = in_config(tmp_path, IN_YAML), []
