@@ -24,19 +24,16 @@ from ranks import RankEnvironment
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
-    bf16_compress_hook,
     fp16_compress_hook,
 )
 from torch.nn.functional import cross_entropy, dropout, softplus
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     IterableDataset,
     Subset,
     TensorDataset,
-    WeightedRandomSampler,
     default_collate,
 )
 from toys import GATHERS, Toy
@@ -137,14 +134,9 @@ def weighing(of: OfStep, counted: Callable[[Any], Tensor]) -> OfStep:
     return lambda module, batch: {"loss": of(module, batch), "weight": counted(batch).sum()}
 
 
-def penalized(of: OfStep = classified, *, alone: bool = False) -> OfStep:
-    """Add an L2 penalty; `alone` on rank 0."""
-
-    def step(module: Any, batch: Any) -> Tensor:
-        penalty = 0.3 * sum(parameter.square().sum() for parameter in module.parameters())
-        return of(module, batch) + (penalty * 0 if alone and rank() else penalty)
-
-    return step
+def penalized(of: OfStep) -> OfStep:
+    """Add an L2 penalty."""
+    return lambda module, batch: of(module, batch) + 0.3 * sum(one.square().sum() for one in module.parameters())
 
 
 def by_position(module: Any, batch: Any) -> Tensor:
@@ -164,12 +156,6 @@ def spread(outputs: Tensor) -> Tensor:
     return outputs.var(dim=0, correction=0).sum()
 
 
-def gathered(_: Any, rows: Tensor) -> Tensor:
-    every = [torch.zeros_like(rows) for _ in range(world())]
-    dist.all_gather(every, rows)
-    return torch.cat(every)
-
-
 def gathered_at_once(_: Any, rows: Tensor) -> Tensor:
     every = torch.zeros(world() * len(rows), rows.shape[1], dtype=rows.dtype)
     getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(every, rows)  # the new name from torch 2.13 on
@@ -178,7 +164,6 @@ def gathered_at_once(_: Any, rows: Tensor) -> Tensor:
 
 DETACHED: dict[str, Any] = {
     "`self.all_gather`": lambda module, rows: module.all_gather(rows).flatten(0, 1),
-    "`torch.distributed.all_gather`": gathered,
     "`torch.distributed.all_gather_single`": gathered_at_once,
 }
 """All ranks' rows, without gradient."""
@@ -282,13 +267,6 @@ def one_cycle(module: Any) -> Any:
     assert len(trainer.train_dataloader) * trainer.max_epochs >= steps
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps + 1)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def halving(module: Any) -> Any:
-    """Lower the rate with every epoch, and by a metric of the validation."""
-    optimizer = sgd(module, momentum=0.9, weight_decay=0.1)
-    plateau = {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), "monitor": "val_loss"}
-    return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), plateau]
 
 
 def drifts(module: Any, _: Any, batch_idx: int) -> None:
@@ -396,12 +374,6 @@ def moved(rows: Iterable[Any], by: float = 0.0) -> Iterator[Any]:
     return ((x + by + rank(), y) for x, y in rows)
 
 
-def replacing() -> DataLoader[Any]:
-    """Return a loader whose sampler, within a batch sampler, draws with replacement."""
-    sampler = WeightedRandomSampler([1.0] * 16 + [2.0] * 16, 16, generator=of_rank())
-    return DataLoader(TensorDataset(*samples(32)), batch_sampler=BatchSampler(sampler, 4, False))
-
-
 def sharded_by_hand() -> DataLoader[Any]:
     return DataLoader(Subset(TensorDataset(*samples(64)), range(rank(), 64, world())), batch_size=4, shuffle=True)
 
@@ -495,12 +467,6 @@ EQUAL = {
     "dropout, a short last window": Run(dropped, reads=WINDOWS, strategy=GradAvgStrategy, window=2),
     "a short window beyond the steps": Run(reads=WINDOWS, strategy=GradAvgStrategy, window=2, steps=1),
     "dropout, uneven batches, bfloat16": Run(dropped, reads=UNEVEN, strategy=BY_WEIGHT, precision="bf16-mixed"),
-    "noise drawn in `training_step`, bfloat16 weights": Run(
-        step=entropy(lambda net, x: net(x + torch.randn_like(x))),
-        reads=UNEVEN,
-        strategy=BY_WEIGHT,
-        precision="bf16-true",
-    ),
     "clipping, float16 with a gradient scaler": Run(plugins=[SCALED], gradient_clip_val=0.1),
     "clipping in manual optimization": Run(step=by_hand(), strategy=GradAvgStrategy, manual=True),
     "a GAN with noise": Run(
@@ -512,15 +478,6 @@ EQUAL = {
         optimizer=lambda self: [torch.optim.Adam(each.parameters(), 0.01) for each in self.net.children()],
     ),
     "AdamW, one cycle, batch norm on one device": Run(normed, reads=plain(20, 8), strategy=SINGLE, optimizer=one_cycle),
-    "momentum, schedules of epochs and of a metric, a counter": Run(
-        step=COUNTER, optimizer=halving, max_epochs=3, steps=5
-    ),
-    "a schedule of steps, reads the data set and writes to the logger": shared(
-        optimizer=one_cycle,
-        steps=3,
-        on_fit_start=lambda self: self.logger.experiment.add_scalar("seen", 1.0),
-        on_train_start=lambda self: len(self.trainer.train_dataloader.dataset),
-    ),
     "a frozen layer, dropout, hooks that read gradients, an average of weights": Run(
         frozen,
         on_train_start=lambda self: len(self.trainer.train_dataloader),
@@ -540,16 +497,9 @@ EQUAL = {
         strategy=SINGLE,
         training_step_end=lambda _, outputs: spread(outputs["outputs"]),
     ),
-    "an L2 penalty in a mean loss, a factor of `batch_idx`": Run(
-        step=scaled(lambda module: 1 + module.batch_idx, penalized())
-    ),
     "padded texts with their weights, dropout": shared(lambda: words(0.3), TOKENS, texts, strategy=BY_WEIGHT),
     "padded texts, attention, dropout": shared(Texts, each_text, texts),
     "L-BFGS, bucket views": Run(strategy=stock(gradient_as_bucket_view=True), optimizer=lbfgs),
-    "samples in lists": shared(
-        step=lambda module, batch: classified(module, tuple(map(torch.stack, batch))),
-        reads=plain(collate_fn=lambda rows: tuple(zip(*rows, strict=True))),
-    ),
     "batches of a class of their own": shared(
         step=lambda module, batch: classified(module, default_collate(batch.samples)), reads=plain(collate_fn=Graphs)
     ),
@@ -568,12 +518,7 @@ EQUAL = {
         f"a stream, {how} for each": Run(reads=streamed(how), strategy=BY_WEIGHT, steps=4)
         for how in ("every W-th", "uneven parts")
     },
-    "a stream with noise": Run(
-        reads=streamed("halves", lambda rows: ((x + torch.randn_like(x), y) for x, y in rows)), strategy=BY_WEIGHT
-    ),
     "a sampler of your own": Run(reads=plain(sampler=lambda: in_turn([*range(32)]))),
-    "batches of a sampler with replacement": Run(reads=replacing),
-    "`drop_last`": shared(reads=plain(30, drop_last=True)),
 }
 DIFFERENT = {
     "initial weights": Run(lambda: layers(change=lambda net: net[0].weight.data.mul_(world()))),
@@ -593,9 +538,6 @@ DIFFERENT = {
     "batch norm: windows": Run(normed, reads=WINDOWS, strategy=GradAvgStrategy, window=3, steps=1),
     "batch norm: in evaluation, without running statistics": Run(lambda: normed(track_running_stats=False).eval()),
     "non-decomposable loss": Run(step=lambda module, batch: spread(module.net(batch[0]))),
-    "non-decomposable loss: a hook on parameters that clips": Run(
-        lambda: layers(change=lambda net: net[0].weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01)))
-    ),
     **{f"detached gather: {way}": shared(step=scores(way)) for way in DETACHED},
     "sum loss": Run(
         step=summed,
@@ -611,17 +553,11 @@ DIFFERENT = {
             "ranks: 2, optimizer steps: 1",
         ],
     ),
-    "sum loss: shuffled, with samples repeated to fill the ranks": shared(
-        step=summed, reads=plain(15), says=["note: one process would train on these"]
-    ),
     "constant term: an L2 penalty under `sum`": Run(step=penalized(summed), strategy=BY_SUM),
     "mean of means": Run(reads=UNEVEN),
     "mean of means: over tokens": Run(step=masked),
     "mean of means: over tokens of padded texts, with weights": shared(words, TOKENS, texts),
     "counts: class weights": Run(step=entropy(weight=torch.tensor([1.0, 5.0, 2.0])), strategy=BY_WEIGHT),
-    "counts: a mean over tokens weighted by samples": Run(
-        step=masked, reads=UNEVEN, strategy=BY_WEIGHT, says=["the run weights them by 0.75, 0.25:", '"weight": n']
-    ),
     "counts: a mean under `sum`": Run(
         reads=UNEVEN,
         strategy=BY_SUM,
@@ -647,23 +583,14 @@ DIFFERENT = {
     ),
     "double division: a loss": Run(step=scaled(lambda _: 1 / world())),
     "double division: a communication hook": Run(strategy=sending(reduced_by(lambda sent: sent / 2))),
-    "double division: after the reduction": Run(
-        on_after_backward=lambda self: [each.grad.div_(world()) for each in self.parameters()]
-    ),
     "gradient hooks: every rank clips its norm": Run(
         strategy=sending(reduced_by(lambda sent: sent * min(1.0, 0.05 / float(sent.norm()))))
     ),
     "16-bit wire: float16": Run(strategy=sending(fp16_compress_hook)),
-    "16-bit wire: bfloat16": Run(strategy=sending(bf16_compress_hook)),
     "unsynchronised replicas: a weight": Run(on_train_batch_start=drifts),
     "unsynchronised replicas: past the strategy": Run(step=by_hand(outside=True), manual=True),
     "unsynchronised replicas: rates": Run(optimizer=lambda self: sgd(self, lr=0.1 * (1 + self.global_rank))),
     "learning-rate scale": Run(optimizer=lambda self: sgd(self, lr=0.1 * world(), momentum=0.9)),
-    "learning-rate scale: one group": Run(
-        optimizer=lambda self: torch.optim.SGD(
-            [{"params": self.net[0].parameters()}, {"params": self.net[2].parameters(), "lr": 0.1 * world()}], lr=0.1
-        )
-    ),
     "optimizer options: weight decay": Run(optimizer=lambda self: sgd(self, weight_decay=0.01 * world())),
     "weights beside the gradient: an average": Run(frozen, on_train_batch_end=averaged(world)),
     "buffers of one rank: of its samples": Run(
@@ -673,16 +600,10 @@ DIFFERENT = {
     "logged value: summed over the ranks": shared(
         step=summed_value, factor=2.0, says=["in the logged values", "the training is the same"]
     ),
-    "unexplained: an L2 penalty of rank 0": Run(step=penalized(alone=True)),
     "unexplained: times the ranks in manual optimization": Run(
         step=by_hand(scaled(lambda _: 0.01 * world())), manual=True, says=["the gradient is 2 x that of one process"]
     ),
     "unexplained: times 1.004": Run(strategy=sending(reduced_by(lambda sent: sent * 1.004)), precision="bf16-mixed"),
-    "unexplained: clipping to a part for every rank": Run(
-        configure_gradient_clipping=lambda self, optimizer, *_, **__: self.clip_gradients(
-            optimizer, 0.1 / world(), "norm"
-        )
-    ),
 }
 """By the cause that is to be named, and what the run does."""
 
@@ -715,9 +636,6 @@ NOT_SHOWN = {
     "a sample cannot be copied": shared(reads=uncopied),
     "transformed at random": Run(reads=lambda: dealt(batches((4,) * 4, seed=world()))),
     "16 of the 32 samples of an epoch are none of the 32 of one process": Run(reads=streamed("halves", moved)),
-    "64 of the 64 samples of an epoch are none of the 32 of one process": Run(
-        reads=streamed("all", lambda rows: moved(rows, world() + 0.5))
-    ),
     "4 of the 8 samples of the step are none of those of one process": Run(
         reads=streamed("every W-th", lambda rows: moved(cycle(rows)))
     ),
@@ -731,7 +649,6 @@ NOT_SHOWN = {
     "2 micro-batches of 4 samples, whose means DDPStrategy adds up and divides by 4": Run(
         reads=WINDOWS, window=2, steps=1
     ),
-    "2 micro-batches of 2 and 4 samples": Run(reads=by_ranks((4, 4, 2), (4, 4, 4)), steps=1),
 }
 """By what the report is to say."""
 
@@ -745,7 +662,6 @@ RUNS = EQUAL | DIFFERENT | NOT_SHOWN
 pytestmark = [
     pytest.mark.filterwarnings("ignore:random numbers drawn in:UserWarning"),
     pytest.mark.filterwarnings("ignore:Found 5 module.s. in eval mode:UserWarning"),
-    pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric val_loss:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_gather is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:c10d.*an autograd kernel was not registered:UserWarning"),
