@@ -20,6 +20,7 @@ import inspect
 import os
 import pickle
 import random
+import runpy
 import shutil
 import signal
 import sys
@@ -413,3 +414,25 @@ def make_trainer(strategy: Strategy | str, *, nodes: Sequence[int] | None = None
         **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     }
     return Trainer(strategy=strategy, plugins=plugins, **(defaults | options))
+
+
+def run_script(script: Path, *arguments: str) -> tuple[int | None, str]:
+    """Run a script to its end in its folder, as if Python had been started with it; return its exit code and output."""
+    ensure_forkserver()
+    output = script.with_suffix(".out")
+    process = get_context("forkserver").Process(target=_run_as_main, args=(script, arguments, output))
+    process.start()
+    process.join(110)
+    process.kill()
+    process.join()
+    return process.exitcode, output.read_text("utf-8")
+
+
+def _run_as_main(script: Path, arguments: tuple[str, ...], output: Path) -> None:
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(script.parent)
+    os.environ.update({"MPLBACKEND": "agg", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS.parent)})
+    sys.argv[:], sys.path[0] = [str(script), *arguments], str(script.parent)
+    runpy.run_path(str(script), run_name="__main__")

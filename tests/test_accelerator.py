@@ -28,13 +28,12 @@ from lightning.pytorch import Callback
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from loops import OfTorch
 from ranks import RankPool, make_trainer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from toys import WEIGHTED, Recorded
+from toys import WEIGHTED, OfTorch, Recorded
 
 import lightning_gradavg
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, average_gradients, gather, hooks

@@ -65,20 +65,6 @@ def test_the_constructor():
     assert inspect.Parameter.empty not in {one.annotation for one in parameters.values()}
 
 
-@pytest.mark.parametrize(
-    ("options", "shown"),
-    [
-        ({}, ""),
-        ({"reduction": "sum", "static_graph": True}, "reduction='sum', static_graph=True"),
-        ({"split_batches": True, "max_device_batch_size": 4}, "split_batches=True, max_device_batch_size=4"),
-        ({**OWN_OPTIONS, "find_unused_parameters": False, "lr_scaling": "linear"}, "lr_scaling='linear'"),
-    ],
-)
-def test_repr_is_the_constructor_call(options, shown):
-    """Options that are given, and are not the defaults, as a command line gives them all."""
-    assert f"GradAvgStrategy({shown})" == repr(GradAvgStrategy(**options)).partition(" [")[0]
-
-
 def log_hyperparams(options: dict[str, Any]) -> list[dict[str, Any]]:
     """Body: return the hyperparameters that a run logs."""
     logger = Memory()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from lightning.pytorch.strategies import StrategyRegistry
-from scripts import run_script
+from ranks import run_script
 from structure import JOURNEYS, sizes, travelled
 
 import lightning_gradavg

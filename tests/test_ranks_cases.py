@@ -17,11 +17,10 @@ from cases import CASES, CLEARED, CLEARS, Case, Fails, Steep, Trains, uses_weigh
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from loops import OfFabric, OfTorch, OfTrainer
 from ranks import RankError, make_trainer, on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from toys import AWARE, Seen, Toy, approx, loader, same_everywhere
+from toys import AWARE, OfFabric, OfTorch, OfTrainer, Seen, Toy, approx, loader, same_everywhere
 
 from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy, average_gradients
 

@@ -122,11 +122,6 @@ def assert_shows(notebook):
     assert 1 == sum("image/png" in output.get("data", {}) for output in outputs)
 
 
-def test_the_notebook_has_its_outputs():
-    """The notebook is committed as it ran."""
-    assert_shows(nbformat.read(EXAMPLES / "demo.ipynb", as_version=4))
-
-
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore")  # of Jupyter: its sockets are not encrypted, its event loop is closed late
 def test_the_notebook_runs(tmp_path, monkeypatch):

@@ -15,12 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.imports import RequirementCache
-from loops import OfFabric, OfTorch
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
-from toys import WEIGHTED, One, approx
+from toys import WEIGHTED, OfFabric, OfTorch, One, approx
 
 import lightning_gradavg
 from lightning_gradavg import GradAvgModelParallelStrategy as OfTrainerSharded

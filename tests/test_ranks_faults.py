@@ -1,9 +1,10 @@
-"""Every row of FAULTS: no wait without end, no difference in silence."""
+"""Every row of FAULTS: no wait without end, no difference in silence; and ranks that drift apart, or are signalled."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -11,15 +12,176 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from faults import FAULTS, run_ranks
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Trainer
-from ranks import on_ranks
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from ranks import RankEnvironment, make_trainer, on_ranks
+from torch import Tensor
 from toys import Toy, loader
 
-from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg import GradAvgMonitor, GradAvgStrategy
 from lightning_gradavg.faults import last_words
+from lightning_gradavg.faults.drift import drifted
 from lightning_gradavg.ranks import World
+
+ONE_EPOCH: dict[str, Any] = {"max_epochs": 1, "use_distributed_sampler": False}
+
+
+class Drifts(Toy):
+    """Changes something on rank 1 after a batch."""
+
+    mean: Tensor
+
+    def __init__(self, what: str, batch: int) -> None:
+        super().__init__(start=[1.0, 2.0])
+        self.register_buffer("mean", torch.zeros(3))
+        self.what, self.batch = what, batch
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        if dist.get_rank() == 1 and self.trainer.global_step == self.batch:
+            getattr(self, self.what).data[1] += 1e-3
+
+
+def train_drifting(what: str, batch: int, every: int | None = 1, monitor: int | None = None, **strategy: Any) -> int:
+    """Body: train two epochs of four batches, and return the steps."""
+    callbacks = [GradAvgMonitor(check_parameters_every_n_steps=monitor)] if monitor is not None else []
+    options: dict[str, Any] = {"max_epochs": 2, "use_distributed_sampler": False, "callbacks": callbacks}
+    trainer = make_trainer(GradAvgStrategy(check_replicas_every_n_steps=every, **strategy), **options)
+    trainer.fit(Drifts(what, batch), loader([[1.0, 2.0]] * 4))
+    return trainer.global_step
+
+
+@pytest.mark.parametrize(
+    ("every", "monitor", "batch", "found"),
+    [
+        *((1, None, 2, 2), (3, None, 2, 3), (1000, None, 2, 4), (1000, None, 6, 8), (1, None, 8, 8)),
+        # A monitor compares before the module's own `on_train_batch_end`.
+        *((None, 1, 2, 3), (None, 4, 2, 4)),
+    ],
+)
+def test_a_changed_weight(world, every, monitor, batch, found):
+    """Case 52: 1e-3 on one weight of rank 1 is found at the next comparison: by steps, or at the end of the epoch."""
+    for raised in world(2).run_expecting_errors(train_drifting, "w", batch, every, monitor):
+        assert raised.type_name == "RuntimeError"
+        assert raised.message.startswith(f"the ranks drifted apart: after {found} optimizer steps parameter 'w' is not")
+
+
+@pytest.mark.parametrize(
+    ("size", "what", "options", "found"),
+    [
+        (2, "w", {"every": None}, None),
+        # Buffers may differ where DDP broadcasts them before the next forward.
+        (2, "mean", {}, None),
+        (2, "mean", {"equivalent_to": "data_parallel"}, "buffer 'mean' is not the same on all of them"),
+        (3, "w", {}, "another one is on rank 1."),
+    ],
+)
+def test_what_is_compared(world, size, what, options, found):
+    for ended in world(size).run_expecting_errors(train_drifting, what, 2, **options):
+        assert ended == 8 if found is None else found in ended.message
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)
+
+
+@on_ranks(3)
+def test_one_bit_is_found():
+    """Case 52: one bit of one element of a parameter of any dtype is found on all ranks, and equal ones are not."""
+    module = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(4, 3, dtype=dtype).T) for dtype in DTYPES])
+    assert drifted(module.named_parameters()) is None
+    for index, parameter in enumerate(module):
+        element = torch.view_as_real(parameter.data) if parameter.is_complex() else parameter.data
+        bits = element.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[element.element_size()])
+        bits[1, -1] ^= int(dist.get_rank() == 2)
+        assert (str(index), [2]) == drifted(module.named_parameters())
+        bits[1, -1] ^= int(dist.get_rank() == 2)
+
+
+BATCHES = 6
+
+AGREES = pytest.mark.skipif(
+    not hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor"), reason="this lightning has no agreement to replace"
+)
+
+
+class Signalled(Toy):
+    """Sends a signal to its own process in one step on every rank: None for no step."""
+
+    def __init__(self, number: int, steps: tuple[int | None, int | None]) -> None:
+        super().__init__(start=[1.0])
+        self.number, self.step = number, steps[dist.get_rank()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == self.step:
+            os.kill(os.getpid(), self.number)
+        return super().training_step(batch, batch_idx)
+
+
+def train_signalled(steps: Any, strategy: dict[str, Any], options: dict[str, Any]) -> tuple[int, bool, Any]:
+    """Body: return steps, whether a termination ended the run, and what is left in the trainer."""
+    trainer = make_trainer(GradAvgStrategy(**strategy), **{**ONE_EPOCH, **options})
+    terminated = False
+    try:
+        trainer.fit(Signalled(signal.SIGTERM, steps), loader([[1.0 + dist.get_rank()]] * BATCHES))
+    except SIGTERMException:
+        terminated = True
+    left = [*vars(trainer.fit_loop.epoch_loop), *vars(trainer._signal_connector)]
+    return trainer.global_step, terminated, [name for name in left if "sigterm_" in name]
+
+
+WINDOWS = {"reduction": "weighted_mean"}, {"accumulate_grad_batches": 2}
+
+
+@AGREES
+@pytest.mark.parametrize(
+    ("steps", "strategy", "options", "ended"),
+    [
+        # Signalled in step 2, the third, both ranks finish it and one more, and end together.
+        *(((2, None), {}, {}, (4, True)), ((None, 2), {}, {}, (4, True))),
+        # In the first of a window's two batches: both hear of it before the window after this one.
+        *(((1, None), *WINDOWS, (2, True)), ((None, 1), *WINDOWS, (2, True))),
+        # In the last step of an epoch: after one step of the next.
+        ((BATCHES - 1, None), {}, {"max_epochs": 3}, (BATCHES + 1, True)),
+        ((None, BATCHES - 1), {}, {"max_epochs": 3}, (BATCHES + 1, True)),
+        # In the very last step, the run ends as it would have anyway; so it does without a signal.
+        *(((None, BATCHES - 1), {}, {}, (BATCHES, False)), ((None, None), {}, {}, (BATCHES, False))),
+    ],
+)
+def test_signal_to_one_rank_ends_all(world, steps, strategy, options, ended):
+    """Whichever rank is signalled, all end at one step, and the trainer is left as it was."""
+    assert [(*ended, [])] * 2 == world(2).run(train_signalled, steps, strategy, options)
+
+
+class Slurm(RankEnvironment, SLURMEnvironment):
+    """The ranks, as if SLURM had started them and were to queue the job again."""
+
+    auto_requeue, requeue_signal = True, signal.SIGUSR1
+
+
+def train_requeued(folder: str, seen: str) -> Any:
+    """Body: return the steps made, those of the checkpoints saved, and what is left in the trainer."""
+    os.environ.update(SLURM_JOB_ID="7", PATH=folder)
+    trainer = make_trainer(GradAvgStrategy(), **ONE_EPOCH, default_root_dir=seen)
+    trainer._accelerator_connector.cluster_environment = Slurm()
+    trainer.fit(Signalled(signal.SIGUSR1, (1, 3)), loader([[1.0 + dist.get_rank()]] * BATCHES))
+    steps = [torch.load(path, weights_only=True)["global_step"] for path in sorted(Path(seen).glob("hpc_ckpt_*"))]
+    return trainer.global_step, steps, [name for name in vars(trainer._signal_connector) if "_fn" in name]
+
+
+@AGREES
+def test_ranks_answer_slurm_together(world, tmp_path):
+    """Signalled two steps apart, the ranks save one checkpoint at one step, queue the job once, and train on."""
+    command, seen = tmp_path / "scontrol", tmp_path / "seen"
+    command.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/queued\n')
+    command.chmod(0o755)
+    assert [(BATCHES, [3], [])] * 2 == world(2).run(train_requeued, str(tmp_path), str(seen))
+    assert "requeue 7\n" == (tmp_path / "queued").read_text()
+
 
 TESTS = Path(__file__).parent
 LOGGED = re.compile(r"^GradAvgStrategy: (?:rank \d ended|nothing was heard)", re.MULTILINE)

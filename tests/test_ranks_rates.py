@@ -198,17 +198,6 @@ def test_effective_rate_is_factor_times_schedule(world, model, rule, base, warmu
         assert (base * scale, approx(full)) == (size, lr_scale)
 
 
-def test_one_cycle_over_estimated_steps(world):
-    one_cycle = {"scheduler": "OneCycleLR", "batch": 8, "size": 64}
-    strategy = {"split_batches": True, "max_device_batch_size": 2}
-    runs = [world(ranks).run(run, one_cycle, strategy, max_epochs=2) for ranks in (1, 2, 4)]
-    expected, *others = (
-        (held["on_before_optimizer_step"], *sizes) for of_ranks in runs for held, *sizes, _ in of_ranks
-    )
-    assert [expected] * 6 == others
-    assert 16 == len(expected[0])
-
-
 def warnings_of(*arguments: Any) -> tuple[float, list[str]]:
     """Body: train, and return the last weight, and the warnings about the recipe."""
     with warnings.catch_warnings(record=True) as caught:

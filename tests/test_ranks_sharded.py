@@ -13,14 +13,27 @@ import torch
 import torch.distributed as dist
 from grids import grid
 from lightning.pytorch.strategies import ModelParallelStrategy
-from loops import OfFabric, OfTrainer
 from ranks import make_trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
-from toys import AWARE, COUNTS, MLP, WEIGHTED, Seen, alone, flat, loader, same_everywhere, shares, train
+from toys import (
+    AWARE,
+    COUNTS,
+    MLP,
+    WEIGHTED,
+    OfFabric,
+    OfTrainer,
+    Seen,
+    alone,
+    flat,
+    loader,
+    same_everywhere,
+    shares,
+    train,
+)
 
 from lightning_gradavg import GradAvgModelParallelStrategy
 from lightning_gradavg.fabric import GradAvgModelParallelStrategy as OfFabricSharded

@@ -103,6 +103,6 @@ def test_only_one_file_uses_private_names_of_base_classes():
     nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text("utf-8")))]
     own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    own |= {node.attr for node in nodes if is_of_self(node) and isinstance(node.ctx, ast.Store)}  # type: ignore[attr-defined]  # an attribute
-    used = {node.attr for node in nodes if is_of_self(node)}  # type: ignore[attr-defined]  # the line above, too
+    own |= {node.attr for node in nodes if is_of_self(node) and isinstance(node.ctx, ast.Store)}
+    used = {node.attr for node in nodes if is_of_self(node)}
     assert OF_NAMEDTUPLE == {name for name in used - own if name.startswith("_") and not name.startswith("__")}

@@ -1,4 +1,4 @@
-"""Small models, and a run of a real Trainer on them inside the ranks, which returns what each rank saw.
+"""Small models, a run of a real Trainer on them inside the ranks, and the loops in which users say where windows end.
 
 Toy-S: one weight at 1, prediction `w * x`, loss half the squared prediction: the gradient of a sample is `x * x`.
 Toy-Lin: loss `w * x`: the gradient of a sample is `x`. An MLP where a result is that of one process.
@@ -7,22 +7,26 @@ Toy-Lin: loss `w * x`: the gradient of a sample is `x`. An MLP where a result is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger
-from ranks import make_trainer
+from ranks import RankEnvironment, make_trainer
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_gradavg import GradAvgStrategy, gather
+from lightning_gradavg import GradAvgReducer, GradAvgStrategy, gather
+from lightning_gradavg import fabric as of_fabric
 
 WEIGHTED = {"reduction": "weighted_mean"}
 # Of tests that mean what the user is warned of.
@@ -241,3 +245,61 @@ def same_everywhere(seen: Sequence[Seen]) -> Seen:
         for mine, first in zip(one.gradients + one.weights, seen[0].gradients + seen[0].weights, strict=True):
             assert torch.equal(mine, first)
     return seen[0]
+
+
+class OfTrainer:
+    """Manual optimization, within a training step of a module."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self.optimizer: Any = module.optimizers()
+        self.backward = module.manual_backward
+
+    def set_up(self, module: nn.Module) -> Any:
+        return module
+
+    def no_sync(self, model: Any, *, enabled: bool) -> Any:
+        return self.optimizer.toggle_model(sync_grad=not enabled)
+
+
+class OfFabric:
+    """A loop with Fabric."""
+
+    def __init__(self, strategy: Any = None, nodes: Sequence[int] | None = None, **options: Any) -> None:
+        environment = RankEnvironment(nodes)
+        self.fabric = Fabric(
+            accelerator="cpu",
+            devices=environment.ranks_on_node,
+            num_nodes=environment.num_nodes,
+            strategy=of_fabric.GradAvgStrategy(**options) if strategy is None else strategy,
+            plugins=[environment],
+        )
+        self.strategy: Any = self.fabric.strategy
+        self.set_up, self.backward = self.fabric.setup, self.fabric.backward
+        self.fabric.launch()
+
+    def no_sync(self, model: Any, *, enabled: bool) -> Any:
+        return self.fabric.no_backward_sync(model, enabled=enabled)
+
+
+class OfTorch:
+    """A loop without Lightning."""
+
+    def __init__(self, nodes: Sequence[int] | None = None, ddp: Any = None, **options: Any) -> None:
+        self.reducer = GradAvgReducer(**options)
+        self.ddp, self.node = ddp or {}, None if nodes is None else nodes[dist.get_rank()]
+
+    def set_up(self, module: nn.Module) -> Any:
+        model = DistributedDataParallel(module, **self.ddp)
+        self.reducer.register(model, node=self.node)
+        return model
+
+    def backward(self, loss: Any, *, retain_graph: bool | None = None, **weight: Any) -> None:
+        self.reducer.weigh(loss, **weight).backward(retain_graph=retain_graph)
+
+    @contextmanager
+    def no_sync(self, model: Any, *, enabled: bool) -> Iterator[None]:
+        if not enabled:
+            yield
+            return
+        with model.no_sync():
+            yield

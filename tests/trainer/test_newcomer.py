@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from scripts import run_script
+from ranks import run_script
 
 from lightning_gradavg.cli import main
 

@@ -14,7 +14,7 @@ import yaml
 from hydra.utils import instantiate
 from lightning.pytorch.cli import LightningCLI
 from omegaconf import OmegaConf
-from scripts import run_script
+from ranks import run_script
 from toys import Toy, loader
 
 from lightning_gradavg import hooks
