@@ -1,4 +1,4 @@
-"""Rules on dense gradients, and the places of ranks. Numbers by hand are in `cases.py`; the fuzz compares all with them."""
+"""Rules on dense gradients, which the fuzz compares runs with, and places of ranks. Numbers by hand are in `cases.py`."""
 
 from __future__ import annotations
 
