@@ -103,13 +103,3 @@ def test_every_option_reaches_the_plan(capsys):
     recipe = Recipe(16, 0.01, 2, 3, "adamw", (0.8, 0.95), 1e-7, steps=90, dataset_size=500, warmup_steps=9)
     expected = make_plan(recipe, nodes=2, devices_per_node=2, global_batch_size=192, max_device_batch_size=10)
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps({"schema": 2, **expected}))
-
-
-def test_the_table_shows_the_runs_and_the_scalings(monkeypatch, capsys):
-    for name in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-        monkeypatch.delenv(name, raising=False)
-    assert main([*PLAN.split(), "--global-batch-size", "160"]) == 0
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "chunks 16 on 1 device 40 on 4 devices 16 on 4 devices" in lines
-    assert "linear: k * lr lr 0.01 lr 0.1 lr 0.04" in lines
-    assert any(line.endswith("not for this optimizer " * 2 + "not for this optimizer") for line in lines)

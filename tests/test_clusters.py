@@ -8,11 +8,9 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch.distributed.run import get_args_parser
 
 from benchmarks.nodes import network, obstacle
@@ -21,7 +19,6 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 SBATCH = EXAMPLES / "slurm/train.sbatch"
 TORCHRUN = EXAMPLES / "torchrun/train.sh"
-PYTORCHJOB = EXAMPLES / "kubernetes/pytorchjob.yaml"
 
 
 def printed(script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -57,18 +54,6 @@ def test_sbatch_starts_one_process_per_gpu(tmp_path):
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     started = printed(SBATCH, PATH=path, SLURM_CPUS_PER_TASK=options["cpus-per-task"]).stdout
     assert "--cpus-per-task=8 --kill-on-bad-exit=1 echo -m examples.cluster --epochs=3\n" == started
-
-
-def test_pytorchjob_starts_one_process_per_gpu():
-    """Kubeflow's whole schema of the training operator 1.7 to 1.9 accepts the file (2026-11-22)."""
-    job: Any = yaml.safe_load(PYTORCHJOB.read_text())
-    assert ("kubeflow.org/v1", "PyTorchJob") == (job["apiVersion"], job["kind"])
-    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
-    (container,) = worker["template"]["spec"]["containers"]
-    assert "pytorch" == container["name"]
-    assert job["spec"]["nprocPerNode"] == str(container["resources"]["limits"]["nvidia.com/gpu"]) == "4"
-    assert worker["replicas"] == job["spec"]["elasticPolicy"]["maxReplicas"] == 2
-    assert "examples.cluster" == get_args_parser().parse_args(container["command"][1:]).training_script
 
 
 EXAMPLE = ["--accelerator=cpu", "--epochs=1", f"--num-train={3 * 32}"]

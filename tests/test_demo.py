@@ -10,8 +10,6 @@ import torch
 
 from examples.demo import runs, same_bits
 from examples.demo.report import TaskResult
-from examples.demo.run_one import LossCurve, tasks
-from examples.demo.training import train
 
 
 @pytest.mark.parametrize(
@@ -40,21 +38,6 @@ def test_the_exit_status_says_whether_gradavg_matches(weights, losses, status, m
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
     written = json.loads((tmp_path / "results.json").read_text())["runs"]
     assert 0.5 == written["stock DDP, 2 processes"]["text"]["difference_of_weights"]
-
-
-def test_training_on_one_process_is_real():
-    """A quick run of the digits learns."""
-    curve = LossCurve()
-    _, accuracy = train(tasks(quick=True)[0], "auto", 1, [curve])
-    assert curve.values[-5:].mean() < 0.7 * curve.values[0]
-    assert accuracy > 0.6
-
-
-def test_the_line_of_bits():
-    """It has the digits of every number of processes, and says whether they are the same."""
-    same = same_bits.line({1: "a" * 64, 2: "a" * 64})
-    assert same.endswith(f"reproducible=True: {'a' * 16} on 1, {'a' * 16} on 2: the same bits")
-    assert same_bits.line({1: "a" * 64, 4: "b" * 64}).endswith(f"{'b' * 16} on 4: DIFFERENT BITS")
 
 
 @pytest.mark.full

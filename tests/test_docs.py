@@ -119,15 +119,6 @@ def test_every_claim_has_a_test() -> None:
     assert [] == [claim for claim in claims if f"def {claim[1]}(" not in (ROOT / claim[0]).read_text("utf-8")]
 
 
-def test_the_picture_of_the_floors_is_what_the_linter_checks() -> None:
-    """docs/architecture.md shows every folder on its floor."""
-    floors = (ROOT / "pyproject.toml").read_text("utf-8").partition("\nlayers = [")[2].partition("\n]")[0]
-    picture = (ROOT / "docs/architecture.md").read_text("utf-8").partition("```text\n")[2].partition("```")[0]
-
-    checked = [set(re.findall(r"\w+", floor)) for floor in re.findall(r'"(.*)"', floors)]
-    assert checked == [{*line.split()[1:]} - {"__init__"} for line in picture.splitlines()]
-
-
 def test_the_stated_size_is_that_of_the_package() -> None:
     """docs/architecture.md states files, lines and branches within a tenth."""
     ((_, *stated),) = cells_of("architecture.md", "| | files | lines | branches per 100 lines of code |")

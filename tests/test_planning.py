@@ -102,13 +102,6 @@ def test_steps_per_epoch_of_stock_ddp_are_those_of_its_sampler(size: int, batch:
     assert plan.gradavg.steps_per_epoch == math.ceil(size / (batch * window))
 
 
-def test_lengths_follow_the_scale() -> None:
-    plan = planned(Recipe(16, 0.01, steps=1000, warmup_steps=100), 2, nodes=2, global_batch_size=64)
-    assert (plan.base.steps, plan.base.warmup_steps) == (1000, 100)
-    assert (plan.gradavg.steps, plan.gradavg.warmup_steps) == (250, 25)
-    assert (plan.stock_ddp.steps, plan.stock_ddp.warmup_steps) == (1000, 100)
-
-
 def test_gradual_warmup_of_five_epochs() -> None:
     recipe = Recipe(16, 0.01, dataset_size=128)
     long = planned(recipe, 4, global_batch_size=64)

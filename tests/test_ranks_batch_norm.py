@@ -204,12 +204,3 @@ def test_one_value_per_channel_is_torchs_error_on_all_ranks(world, place):
     for raised in world(len(place.rows)).run_expecting_errors(on_rank, norm, inputs, place):
         assert raised.type_name == "ValueError"
         assert raised.message.startswith(f"{start}, but the samples of all ranks together have 1.")
-
-
-@on_ranks(2)
-def test_a_second_derivative_is_refused_on_all_ranks():
-    x = torch.randn(4, CHANNELS, requires_grad=True)
-    with synchronized_batch_norm(World.of(None)):
-        (gradient,) = torch.autograd.grad(NORM(CHANNELS)(x).sin().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            gradient.square().sum().backward()

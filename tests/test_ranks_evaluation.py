@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from itertools import chain, product
 from statistics import fmean
@@ -26,8 +25,6 @@ from torchmetrics.utilities import dim_zero_cat
 from toys import approx, loader
 
 from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.evaluation.dealt import EvaluationLoader
-from lightning_gradavg.ranks import World
 
 # Lightning's advice; several loggers and loops say it, and it is not what is tested.
 pytestmark = [
@@ -394,21 +391,3 @@ def test_values_are_reduced_as_in_stock():
 
     assert reduced(DDPStrategy()) == reduced(GradAvgStrategy())
     assert (torch.float64, 2.5) == reduced(GradAvgStrategy(exact_evaluation=True))[0][0]
-
-
-def wrapped(whole: Any, rank: int, size: int, count: float = math.inf) -> EvaluationLoader:
-    return EvaluationLoader(whole, World(None, rank, size), kept=False, counts=[count] * size)
-
-
-def test_the_loader_is_the_users():
-    """Type, attributes and sampler of the user's loader can be read; what Lightning sets reaches the copy only."""
-    users = DataLoader(range(5), batch_size=2, num_workers=0)
-    ours = wrapped(users, 1, 2, 3)
-    assert (users.dataset, 2, users.sampler) == (ours.dataset, ours.batch_size, ours.batch_sampler.sampler)
-    assert 2 == len(ours)
-    ours.worker_init_fn = print
-    assert (None, print) == (users.worker_init_fn, ours._read.worker_init_fn)
-    with pytest.raises(AttributeError, match="no_such"):
-        ours.no_such  # noqa: B018  # reading it is the test
-    with pytest.raises(TypeError, match="no length"):
-        len(wrapped(Stream(range(3)), 0, 2))  # as Lightning expects of a stream

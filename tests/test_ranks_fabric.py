@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import re
-import weakref
 from collections.abc import Callable
 from contextvars import copy_context
 from itertools import chain
@@ -63,19 +61,6 @@ def test_a_gather_crosses_ranks(loop, weight, told):
     rows = gather(model(x), **{**WEIGHTED, **weighs} if told else {})
     a_loop.backward((rows**2).mean(), **weighs)
     assert approx(2 * SQUARES) == module.gradient
-
-
-@on_ranks()
-def test_models_one_after_another():
-    """A loop may set up a model after another, as in cross-validation, and nothing of the first is kept."""
-    a_loop, first, model, x = begin(OfFabric)
-    a_loop.backward(model(x).mean(), weight=len(x))
-    found, left = first.gradient, weakref.ref(first.w)
-    del first, model
-    gc.collect()
-    model = a_loop.set_up(second := One())
-    a_loop.backward(model(x).mean(), weight=len(x))
-    assert (approx(3.6), approx(3.6), None) == (found, second.gradient, left())
 
 
 @pytest.mark.parametrize(("once", "left"), [(True, None), pytest.param(False, 3.6, marks=KEEPS_GRAPH)])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -183,7 +181,6 @@ def test_ranks_answer_slurm_together(world, tmp_path):
     assert "requeue 7\n" == (tmp_path / "queued").read_text()
 
 
-TESTS = Path(__file__).parent
 LOGGED = re.compile(r"^GradAvgStrategy: (?:rank \d ended|nothing was heard)", re.MULTILINE)
 
 
@@ -231,37 +228,3 @@ def test_the_rank_that_holds_the_store_leaves_last(monkeypatch):
         heard = pool.submit(first.listen)
         assert {heard} == wait([heard], timeout=0.5).not_done
         assert "nothing was heard from rank 2: lost, killed or stuck" == second.listen() == heard.result(1)
-
-
-SCRIPT = """
-import sys
-sys.path[:0] = {path!r}
-from faults import Injected, fail, kill
-from lightning.pytorch import Trainer
-from ranks import on_ranks
-from toys import loader
-from lightning_gradavg import GradAvgStrategy
-trainer = Trainer(
-    strategy=GradAvgStrategy(), accelerator="cpu", devices=2, logger=False, max_epochs=1, limit_val_batches=0,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-)
-trainer.fit(Injected("training_step", {act}, {rank}), loader([[1.0]] * 50))
-"""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "launcher", [[], ["-m", "torch.distributed.run", "--nproc-per-node=2"]], ids=["popen", "torchrun"]
-)
-@pytest.mark.parametrize("act", ["fail", "kill"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_started_by_a_launcher(tmp_path, launcher, act, rank):
-    """Whatever started the processes, all of them end, with an exit code that is not 0."""
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(path=[str(TESTS), str(TESTS.parent)], act=act, rank=rank))
-    # It returns once nobody holds the pipe any more: no orphan is left.
-    command = [sys.executable, *launcher, str(script)]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=110)
-    assert ended.returncode != 0
-    if act == "fail":
-        assert "ValueError: the user's own error" in ended.stderr

@@ -502,21 +502,6 @@ def test_mixed_precision(world, precision, scale, tolerance, window):
     assert torch.linalg.norm(found - expected) <= tolerance * torch.linalg.norm(expected - before)
 
 
-def lost_at_0(module: Any, batch: Tensor) -> Tensor | None:
-    return None if batch[0] == 0 else mean_loss(module, batch)
-
-
-@on_ranks()
-def test_what_was_noted_of_a_step_does_not_outlive_its_run():
-    """A first run ends between a step without loss and its backward."""
-    model = Stepped(lost_at_0)
-    trainer = make_trainer(GradAvgStrategy(), max_epochs=1, use_distributed_sampler=False)
-    with patch.object(model, "on_before_backward", side_effect=KeyError), pytest.raises(KeyError):
-        trainer.fit(model, loader([[0.0]]))
-    trainer.fit(model, loader([[2.0], [4.0]]))
-    assert [2.0, 4.0] == [gradient.item() for gradient in model.seen.gradients]
-
-
 @on_ranks()
 def test_the_monitor_waits_for_a_step_that_is_taken():
     """Of the step that is left out no norm is reported."""

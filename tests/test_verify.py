@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder, LearningRateMonitor
 from test_ranks_verify import RUNS
 from torch import nn
@@ -285,12 +284,6 @@ def test_strategies_that_start_processes_start_none_here():
     assert "popen" == resolve_strategy("gradavg_spawn")._start_method
     found = [type(resolve_strategy(name)).__name__ for name in ("auto", "lightning.pytorch.strategies:DDPStrategy")]
     assert ["DDPStrategy"] * 2 == found
-
-
-def test_names_are_imported(tmp_path):
-    (tmp_path / "one_net.py").write_text("class Net:\n    class Part: ...\n")
-    assert LightningModule is imported("lightning.pytorch:LightningModule")
-    assert "one_net" == imported(f"{tmp_path / 'one_net.py'}:Net.Part").__module__
 
 
 @pytest.mark.parametrize("call", ["Trainer.fit(None, None)", "verify(None)"])
