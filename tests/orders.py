@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -55,8 +54,8 @@ class Changing(DataLoader[Any]):
         return iter(self.change(list(super().__iter__())))
 
 
-class Memory:
-    """A sampler whose order comes from a memory of its own: the number of passes begun."""
+class Remembering:
+    """A sampler whose order comes from a state of its own: the number of passes begun."""
 
     def __init__(self, size: int) -> None:
         self.size, self.passes = size, 0
@@ -67,10 +66,6 @@ class Memory:
     def __iter__(self) -> Iterator[int]:
         self.passes += 1
         return iter(random.Random(self.passes).sample(range(self.size), self.size))
-
-
-class Remembering(Memory):
-    """The same, with a state."""
 
     def state_dict(self) -> dict[str, int]:
         return {"passes": self.passes}
@@ -89,13 +84,6 @@ class Stream(IterableDataset[Any]):
         info = get_worker_info()
         order = torch.randperm(self.size, generator=self.generator).tolist()
         return iter(order if info is None else order[info.id :: info.num_workers])
-
-
-class Counting(Stream):
-    """Integers in their order."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(range(self.size))
 
 
 def augmented(index: int) -> tuple[int, Tensor]:
@@ -184,10 +172,6 @@ def of_indices(batches: Callable[[int, int], Iterable[Any]]) -> Order:
     return lambda size, batch: loader(size, batch_sampler=Sized(partial(batches, size, batch), -(-size // batch)))
 
 
-def permuted(size: int, batch: int) -> list[list[int]]:
-    return [part.tolist() for part in torch.randperm(size).split(batch)]
-
-
 def drawn(size: int, batch: int) -> Iterator[list[int]]:
     """Draw from every global generator anew for every batch."""
     for start in range(0, size, batch):
@@ -224,37 +208,22 @@ WHOLE: dict[str, Callable[..., Any]] = {
 """Loaders whose samples are those of one process where batches are read whole."""
 
 
-def with_workers(size: int, batch: int, own: bool, persistent: bool) -> Any:
-    generator, options = torch.Generator() if own else None, {"num_workers": 1, "persistent_workers": persistent}
-    return loader(size, batch, shuffle=True, generator=generator, multiprocessing_context="fork", **options)
-
-
+FORKED: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
 WORKERS: dict[str, Order] = {
-    **{
-        f"own generator: {own}, persistent: {persistent}": partial(with_workers, own=own, persistent=persistent)
-        for own, persistent in product((False, True), repeat=2)
-    },
-    **{
-        f"{name}, workers": partial(make, num_workers=2, multiprocessing_context="fork") for name, make in WHOLE.items()
-    },
+    "workers": partial(loader, shuffle=True, **FORKED),
+    "persistent workers": lambda size, batch: loader(
+        size, batch, shuffle=True, generator=torch.Generator(), persistent_workers=True, **FORKED
+    ),
+    **{f"{name}, workers": partial(make, **FORKED) for name, make in WHOLE.items()},
 }
 """Loaders with worker processes."""
 
 ODD: dict[str, Order] = {
-    **{
-        f"indices as {kind.__name__}": of_indices(lambda size, batch, kind=kind: map(kind, permuted(size, batch)))  # type: ignore[misc]  # the default is no argument
-        for kind in (tuple, torch.tensor, np.array, iter)
-    },
-    "indices without length": lambda size, batch: loader(size, batch_sampler=Unsized(lambda: permuted(size, batch))),
-    "indices of each rank's own": lambda size, batch: loader(
-        size, batch_sampler=Sized(lambda: [[torch.initial_seed() % size] * batch] * 3, 3)
+    "indices as tensors": of_indices(lambda size, batch: torch.randperm(size).split(batch)),
+    "indices without length": lambda size, batch: loader(
+        size, batch_sampler=Unsized(lambda: map(iter, torch.randperm(size).split(batch)))
     ),
     "batches without batching": lambda size, batch: loader(list(torch.arange(size).split(batch)), batch_size=None),
-    "stream of batches": lambda size, batch: loader(
-        Stream(size), None, collate_fn=lambda one: torch.full((batch,), one)
-    ),
     "graphs": lambda size, batch: loader(size, batch, shuffle=True, collate_fn=Graphs),
-    "memory": lambda size, batch: loader(size, batch, sampler=Memory(size)),
-    "counting": lambda size, batch: loader(Counting(size), batch),
 }
-"""More loaders, which this process alone reads, or whose order a resumed run cannot repeat."""
+"""More loaders, which no test resumes."""

@@ -50,7 +50,7 @@ OPTIONS: dict[str, tuple[list[Order], dict[str, Any], int]] = {
         10,
     ),
     "epochs of a sampler": ([Order("epochs")], {"max_epochs": 2}, 10),
-    "workers": ([Order("own generator: False, persistent: True")], {"max_epochs": 2}, 10),
+    "workers": ([Order("persistent workers")], {"max_epochs": 2}, 10),
     "two loaders": ([Order("shuffle"), Order("generator")], {"max_epochs": 1}, 5),
     "half of each of two loaders": (TWO, {"limit_train_batches": 0.5, "max_epochs": 1}, 10),
 }
