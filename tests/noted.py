@@ -242,19 +242,10 @@ def fit(
     hook: Any = None,
     **options: Any,
 ) -> Noted:
-    """Body: train as stock Lightning does, or with split batches; each rank has random states of its own.
+    """Body: train as stock Lightning does (`strategy` is None), or with split batches; each rank has own random states.
 
-    Args:
-        read: The loaders, which are read together.
-        strategy: Options of ours; None for Lightning's own.
-        acts: What happens.
-        folder: Where checkpoints go.
-        resume: The checkpoint to go on from.
-        keep: Options of a `ModelCheckpoint`, if there is to be one.
-        mode: How several loaders are combined.
-        weighs: Whether the loss over several loaders has a weight.
-        hook: The module's `transfer_batch_to_device`.
-        options: Of the Trainer.
+    Loaders are read together in a `mode`, and their loss has a weight if it `weighs`. `keep` are options of a
+    `ModelCheckpoint` in a folder, `hook` is the module's `transfer_batch_to_device`.
     """
     orders.seed((7 if resume is None else 99) + dist.get_rank())
     module = Noting(read, mode, weighs)

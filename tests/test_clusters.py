@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.run import get_args_parser
 
 from benchmarks.nodes import network, obstacle
 
@@ -30,17 +29,6 @@ def printed(script: Path, **environment: str) -> subprocess.CompletedProcess[str
         text=True,
         check=False,
     )
-
-
-def test_torchrun_is_told_of_the_nodes():
-    """The script's words are options of torchrun: nodes, processes, and where the first node is."""
-    words = printed(TORCHRUN, HEAD="node-a").stdout.split()
-    assert ["-m", "torch.distributed.run"] == words[:2]
-    told = get_args_parser().parse_args(words[2:])
-    found = [told.nnodes, told.nproc_per_node, told.rdzv_backend, told.rdzv_endpoint]
-    assert ["2", "4", "c10d", "node-a:29400"] == found
-    assert ("examples.cluster", ["--epochs=3"]) == (told.training_script, told.training_script_args)
-    assert "HEAD: the host name of the first node" in printed(TORCHRUN).stderr
 
 
 def test_sbatch_starts_one_process_per_gpu(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -111,38 +110,6 @@ def test_mean(world, name, nodes, dtype, scale):
         # The norm of few numbers is no average: each may be off by twice its largest rounding.
         bound = allowed(name, dtype) * (1 if size > 1000 else 4)
         assert (mean - exact)[fine].norm() <= bound * exact[fine].norm()
-
-
-def bytes_sent(name: str, nodes: Sequence[int], dtype: torch.dtype) -> Counter[bool]:
-    """Body: bytes that this rank hands to collectives for other ranks, by whether these are on other nodes."""
-    sent: Counter[bool] = Counter()
-    rank, exchange = dist.get_rank(), dist.all_to_all_single
-
-    def counted(received: Tensor, rows: Tensor, *, group: Any, async_op: bool) -> Any:
-        for other, row in zip(dist.get_process_group_ranks(group), rows, strict=True):
-            if other != rank:
-                sent[nodes[other] != nodes[rank]] += row.numel() * row.element_size()
-        return exchange(received, rows, group=group, async_op=async_op)
-
-    with on_nodes(nodes), mock.patch.object(dist, "all_to_all_single", counted):
-        begin(name, torch.zeros(48_000, dtype=dtype))
-    return sent
-
-
-@pytest.mark.parametrize(
-    ("name", "nodes", "dtype", "expected"),
-    [
-        # Of 48000 numbers, in bytes: there and back, in the node and between nodes, by each rank.
-        ("bfloat16", FLAT, torch.float32, {False: 48_000 * 2}),
-        ("bfloat16", [0] * 4, torch.float32, {False: 48_000 * 2 * 2 * 3 / 4}),
-        ("float32_sum", [0] * 4, torch.bfloat16, {False: 48_000 * 2 * 2 * 3 / 4}),
-        ("by_node", EVEN, torch.float32, {False: 48_000 * 4, True: 24_000 * 4}),
-        ("by_node_bfloat16", EVEN, torch.float32, {False: 48_000 * 4, True: 24_000 * 2}),
-    ],
-)
-def test_bytes_sent(world, name, nodes, dtype, expected):
-    """Half the bytes of float32, in as many as a ring sends; node by node only one bucket per node goes out."""
-    assert [expected] * len(nodes) == world(len(nodes)).run(bytes_sent, name, nodes, dtype)
 
 
 def sparse() -> Any:

@@ -346,15 +346,6 @@ def test_what_cannot_be_evaluated_exactly_is_an_error_on_all_ranks(
     assert all(message in one.message for one in raised)
 
 
-def test_training_goes_on_as_if_not_evaluated(world):
-    fit = {"max_epochs": 2, "limit_train_batches": 1.0, "val_check_interval": 2}
-    with_validation, without = (
-        world(2).run(run, "indexed", (5, 1), "fit", **fit, limit_val_batches=limit) for limit in (1.0, 0)
-    )
-    assert [rank["parameters"] for rank in without] == [rank["parameters"] for rank in with_validation]
-    assert all(len(rank["statistics"]) > 1 for rank in with_validation)
-
-
 def everything(kind: str, strategy: str | None = None) -> Any:
     """Body: fit with a sanity check, then go on, with a metric that is not reset; return all values."""
     model: Any = Net(kind, (2, 1), "kept")

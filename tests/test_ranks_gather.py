@@ -169,18 +169,6 @@ def test_group():
     assert ([0.0, 2.0], 4.0 - 2 * rank) == (result.tolist(), x.grad.item())
 
 
-def test_one_rank():
-    """Without a process group the result is a copy, which the gradient passes through, but that of a gradient."""
-    x = torch.tensor([[2.0], [3.0]], requires_grad=True)
-    result = gather(x)
-    assert torch.equal(x, result)
-    assert x.data_ptr() != result.data_ptr()
-    (first,) = torch.autograd.grad((result**3).sum(), x, create_graph=True)
-    assert torch.equal(3 * x**2, first)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
-
-
 X = torch.ones(1, 2)
 # What each of two ranks gives instead of one row, and what both are told.
 MISUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

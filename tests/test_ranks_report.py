@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -39,23 +37,6 @@ class Reports(Callback):
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         if not trainer.strategy.observing:
             self.reports.append(trainer.strategy.report())
-
-
-class Manual(Toy):
-    """Toy with manual optimization; every two batches one step."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer: Any = self.optimizers()
-        strategy: Any = self.trainer.strategy
-        last = batch_idx % 2 == 1
-        with optimizer.toggle_model(sync_grad=last):
-            loss = super().training_step(batch, batch_idx)
-            self.manual_backward(loss / 2 if strategy.facts().rule.name == "mean" else loss)
-        if last:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def observe(*run: Any, **options: Any) -> list[StepReport]:
@@ -95,7 +76,6 @@ def test_the_report_of_uneven_batches(world):
 WINDOWS = [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]
 SHORT = [[[1], [3], [5]], [[1], [3], [7]]]
 SHORT_NUMBERS = [(2.0, 2.0, (2.0, 2.0)), (6.0, 6.0, (5.0, 7.0))]
-MANUAL = {"module": Manual}
 TWO, FOUR = {"accumulate_grad_batches": 2}, {"accumulate_grad_batches": 4}
 SUM = {"reduction": "sum"}
 FLOAT32 = {"start": [1.0, 1.0], "dtype": torch.float32}
@@ -118,8 +98,6 @@ REPORTS: dict[str, tuple[Any, ...]] = {
     "a sum over windows": (WINDOWS, {"loss": "sum"}, SUM, TWO, [(36.0, 36.0, (10.0, 26.0))]),
     "a normalized sum": (
         WINDOWS, {"loss": "sum"}, {"reduction": "normalized_sum"}, TWO, [(4.5, 4.5, (10.0, 26.0))]),
-    "a mean over manual windows": (WINDOWS, {}, {}, MANUAL, [(4.5, 4.5, (2.5, 6.5))]),
-    "a weighted mean over manual windows": (WINDOWS, {}, WEIGHTED, MANUAL, [(4.5, 4.5, (2.5, 6.5))]),
     "case 13, a short last window": (SHORT, {}, {}, TWO, SHORT_NUMBERS),
     "case 13, weighted": (SHORT, {}, WEIGHTED, TWO, SHORT_NUMBERS),
     "case 13, static graph": (SHORT, {}, {"static_graph": True}, TWO, SHORT_NUMBERS),
@@ -232,30 +210,6 @@ def test_how_often(world, every, log_every, steps):
     batches, monitor = [[[index] for index in range(1, 15)]] * 2, {"every_n_steps": every, "check_data": False}
     for rows in world(2).run(monitored, batches, monitor, **options):
         assert steps == [step for step, _ in rows]
-
-
-WORK: list[tuple[Any, str]] = [
-    *((dist, name) for name in ("all_reduce", "all_gather", "all_gather_object")),
-    *((torch.Tensor, name) for name in ("register_post_accumulate_grad_hook", "register_hook")),
-]
-
-
-def count_work(per_rank: Sequence[Any], monitors: Sequence[GradAvgMonitor]) -> int:
-    """Body: train, and return how many collectives Python started, and hooks it registered."""
-    with ExitStack() as stack:
-        counts = [
-            stack.enter_context(mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name)))
-            for owner, name in WORK
-        ]
-        train(per_rank, callbacks=monitors)
-        return sum(each.call_count for each in counts)
-
-
-def test_steps_that_are_not_logged_do_nothing(world):
-    """A logged step costs one exchange and one hook per parameter; 12 steps with 2 of them logged cost twice that."""
-    batches, monitors = [[[index] for index in range(12)]] * 2, [GradAvgMonitor(6, check_data=False)]
-    alone, watched = (world(2).run(count_work, batches, each) for each in ([], monitors))
-    assert [count + 2 * (1 + 1) for count in alone] == watched
 
 
 def shown_metrics(prog_bar: bool) -> tuple[set[str], set[str]]:

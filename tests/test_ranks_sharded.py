@@ -151,8 +151,6 @@ class Sharded(MLP):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.kind == "manual":
             return run_window(OfTrainer(self), self.body, self.optimizers(), batch)
-        if self.kind == "none":
-            return None
         if self.kind == "unfrozen":
             self.second.requires_grad_(True)
         x, y = batch
@@ -250,7 +248,6 @@ def test_a_checkpoint_of_four_ranks_resumes_on_two(world, tmp_path):
         (divided, "weighted_mean", "over 2 ranks and divides them by 1; both must be"),
         (on_all_ranks, "weighted_mean", "both must be data_parallel_size=1"),
         (fsdp, "stale", "the optimizers' parameter groups show no gradients"),
-        (fsdp, "none", "training_step returned no loss"),
         (fsdp, "graphless", "a loss without a graph"),
         (fsdp, "plain backward", "reached the model by a backward that bypassed reduction='weighted_mean'"),
         (fsdp_tp, "peers", "tensor-parallel group weigh one batch differently, here by {'weight'"),

@@ -453,67 +453,49 @@ SCALED = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scal
 TOKENS = weighing(each_token, lambda batch: batch != 0)
 COUNTER = scaled(lambda module: next(vars(module).setdefault("factors", iter(range(1, 99)))))
 
+# fmt: off
 EQUAL = {
     "case 41": Run(dropped),
     "a sum loss, `sum`": Run(step=summed, reads=LATER, strategy=BY_SUM, steps=1),
     "a sum loss, `normalized_sum`": Run(step=summed, reads=UNEVEN, strategy=ours(reduction="normalized_sum")),
     "named loss terms": Run(step=named_terms, reads=LATER, strategy=BY_WEIGHT, steps=1),
     "windows of weighted batches": Run(
-        step=weighing(masked, lambda batch: batch[1] != 0),
-        reads=by_ranks((6, 4, 3), (2, 4, 1)),
-        strategy=BY_WEIGHT,
-        window=2,
-    ),
+        step=weighing(masked, lambda batch: batch[1] != 0), reads=by_ranks((6, 4, 3), (2, 4, 1)), strategy=BY_WEIGHT,
+        window=2),
     "dropout, a short last window": Run(dropped, reads=WINDOWS, strategy=GradAvgStrategy, window=2),
     "a short window beyond the steps": Run(reads=WINDOWS, strategy=GradAvgStrategy, window=2, steps=1),
     "dropout, uneven batches, bfloat16": Run(dropped, reads=UNEVEN, strategy=BY_WEIGHT, precision="bf16-mixed"),
     "clipping, float16 with a gradient scaler": Run(plugins=[SCALED], gradient_clip_val=0.1),
     "clipping in manual optimization": Run(step=by_hand(), strategy=GradAvgStrategy, manual=True),
     "a GAN with noise": Run(
-        lambda: nn.ModuleList([nn.Linear(3, 6), layers()]),
-        adversarial,
-        strategy=stock(find_unused_parameters=True),
-        steps=4,
-        manual=True,
-        optimizer=lambda self: [torch.optim.Adam(each.parameters(), 0.01) for each in self.net.children()],
-    ),
+        lambda: nn.ModuleList([nn.Linear(3, 6), layers()]), adversarial, strategy=stock(find_unused_parameters=True),
+        steps=4, manual=True,
+        optimizer=lambda self: [torch.optim.Adam(each.parameters(), 0.01) for each in self.net.children()]),
     "AdamW, one cycle, batch norm on one device": Run(normed, reads=plain(20, 8), strategy=SINGLE, optimizer=one_cycle),
     "a frozen layer, dropout, hooks that read gradients, an average of weights": Run(
-        frozen,
-        on_train_start=lambda self: len(self.trainer.train_dataloader),
+        frozen, on_train_start=lambda self: len(self.trainer.train_dataloader),
         on_before_optimizer_step=lambda self, _: [float(each.grad.norm()) for each in self.net[-1].parameters()],
-        on_train_batch_end=averaged(lambda: 1.0),
-    ),
+        on_train_batch_end=averaged(lambda: 1.0)),
     "`split_batches` on three ranks": Run(
-        reads=plain(20, 7), strategy=SPLIT, steps=3, ranks=3, precision="64-true", tolerance=1e-13
-    ),
+        reads=plain(20, 7), strategy=SPLIT, steps=3, ranks=3, precision="64-true", tolerance=1e-13),
     "an idle rank": Run(reads=plain(12), strategy=SPLIT, ranks=3, precision="64-true"),
     "`split_batches` in pieces, dropout": Run(
-        dropped, reads=plain(22, 7), strategy=ours(split_batches=True, max_device_batch_size=2), window=2
-    ),
+        dropped, reads=plain(22, 7), strategy=ours(split_batches=True, max_device_batch_size=2), window=2),
     "`training_step_end`": Run(
-        step=lambda module, batch: {"outputs": module.net(batch[0])},
-        reads=plain(14, 5),
-        strategy=SINGLE,
-        training_step_end=lambda _, outputs: spread(outputs["outputs"]),
-    ),
+        step=lambda module, batch: {"outputs": module.net(batch[0])}, reads=plain(14, 5), strategy=SINGLE,
+        training_step_end=lambda _, outputs: spread(outputs["outputs"])),
     "padded texts with their weights, dropout": shared(lambda: words(0.3), TOKENS, texts, strategy=BY_WEIGHT),
     "padded texts, attention, dropout": shared(Texts, each_text, texts),
     "L-BFGS, bucket views": Run(strategy=stock(gradient_as_bucket_view=True), optimizer=lbfgs),
     "batches of a class of their own": shared(
-        step=lambda module, batch: classified(module, default_collate(batch.samples)), reads=plain(collate_fn=Graphs)
-    ),
+        step=lambda module, batch: classified(module, default_collate(batch.samples)), reads=plain(collate_fn=Graphs)),
     "noise that a data set draws in a worker": shared(
-        lambda: nn.Linear(1, 3),
-        lambda module, batch: module.net(batch).square().mean(),
-        augmented,
-        says=["samples of the step are those of one process there"],
-    ),
+        lambda: nn.Linear(1, 3), lambda module, batch: module.net(batch).square().mean(), augmented,
+        says=["samples of the step are those of one process there"]),
     **{f"contrastive, gathered by {way}": shared(step=scores(way)) for way in GATHERS},
     "compiled, dropout": shared(dropped, entropy(lambda net, x: torch.compile(net)(x))),
     "checkpointed, reentrant, dropout": shared(
-        dropped, entropy(lambda net, x: checkpoint(net, x.requires_grad_(), use_reentrant=True))
-    ),
+        dropped, entropy(lambda net, x: checkpoint(net, x.requires_grad_(), use_reentrant=True))),
     **{
         f"a stream, {how} for each": Run(reads=streamed(how), strategy=BY_WEIGHT, steps=4)
         for how in ("every W-th", "uneven parts")
@@ -527,65 +509,45 @@ DIFFERENT = {
     "padding": shared(reads=plain(15)),
     "unread samples: sharded by hand and by the sampler": shared(reads=sharded_by_hand),
     "data order: ranks that read backwards": Run(
-        reads=lambda: dealt(batches((4,) * 4), lambda every: in_turn(every)[:: 3 - 2 * world()])
-    ),
+        reads=lambda: dealt(batches((4,) * 4), lambda every: in_turn(every)[:: 3 - 2 * world()])),
     "batch norm: case 42": Run(
-        lambda: nn.BatchNorm1d(1),
-        lambda module, batch: (module.net(batch) * batch).mean(),
-        lambda: dealt(torch.tensor([[[0.0], [2.0]], [[4.0], [6.0]]])),
-        steps=1,
-    ),
+        lambda: nn.BatchNorm1d(1), lambda module, batch: (module.net(batch) * batch).mean(),
+        lambda: dealt(torch.tensor([[[0.0], [2.0]], [[4.0], [6.0]]])), steps=1),
     "batch norm: windows": Run(normed, reads=WINDOWS, strategy=GradAvgStrategy, window=3, steps=1),
     "batch norm: in evaluation, without running statistics": Run(lambda: normed(track_running_stats=False).eval()),
     "non-decomposable loss": Run(step=lambda module, batch: spread(module.net(batch[0]))),
     **{f"detached gather: {way}": shared(step=scores(way)) for way in DETACHED},
     "sum loss": Run(
-        step=summed,
-        factor=0.5,
+        step=summed, factor=0.5,
         says=[
             "DIFFERENT, from step 0 on, in the reduced gradient: the loss is a sum over samples",
-            "the gradient is 0.5 x that of one process: the loss is a sum over samples",
-            "net.",
-            " on one process",
-            "Do: ",
-            '+trainer = Trainer(strategy=GradAvgStrategy(..., reduction="sum"), ...)',
-            "differs       from step 0 on: sum loss",
-            "ranks: 2, optimizer steps: 1",
-        ],
-    ),
+            "the gradient is 0.5 x that of one process: the loss is a sum over samples", "net.", " on one process",
+            "Do: ", '+trainer = Trainer(strategy=GradAvgStrategy(..., reduction="sum"), ...)',
+            "differs       from step 0 on: sum loss", "ranks: 2, optimizer steps: 1",
+        ]),
     "constant term: an L2 penalty under `sum`": Run(step=penalized(summed), strategy=BY_SUM),
     "mean of means": Run(reads=UNEVEN),
     "mean of means: over tokens": Run(step=masked),
     "mean of means: over tokens of padded texts, with weights": shared(words, TOKENS, texts),
     "counts: class weights": Run(step=entropy(weight=torch.tensor([1.0, 5.0, 2.0])), strategy=BY_WEIGHT),
     "counts: a mean under `sum`": Run(
-        reads=UNEVEN,
-        strategy=BY_SUM,
+        reads=UNEVEN, strategy=BY_SUM,
         says=[
             '.sum()\n    -trainer = Trainer(strategy=GradAvgStrategy(..., reduction="sum"), ...)\n',
             '+trainer = Trainer(strategy=GradAvgStrategy(..., reduction="weighted_mean"), ...)',
-        ],
-    ),
+        ]),
     "short window": Run(reads=WINDOWS, window=2),
     "hand-compensated loss: case 7": Run(
-        Toy,
-        case_7,
-        lambda: dealt([torch.ones(3), torch.tensor([5.0])]),
-        BY_WEIGHT,
-        steps=1,
-        factor=0.875,
-        says=['with it `reduction="mean"` is right', "net.w is 1.75, but 2 on one process"],
-    ),
+        Toy, case_7, lambda: dealt([torch.ones(3), torch.tensor([5.0])]), BY_WEIGHT, steps=1, factor=0.875,
+        says=['with it `reduction="mean"` is right', "net.w is 1.75, but 2 on one process"]),
     "hand-compensated loss: times the ranks, dropout": Run(dropped, scaled(lambda _: world())),
     "hand-compensated loss: a tiny gradient times the ranks": Run(
         lambda: layers(change=lambda net: net[0].bias.register_hook(lambda grad: 1e-9 * world() * grad)),
-        says=["net.0.bias is "],
-    ),
+        says=["net.0.bias is "]),
     "double division: a loss": Run(step=scaled(lambda _: 1 / world())),
     "double division: a communication hook": Run(strategy=sending(reduced_by(lambda sent: sent / 2))),
     "gradient hooks: every rank clips its norm": Run(
-        strategy=sending(reduced_by(lambda sent: sent * min(1.0, 0.05 / float(sent.norm()))))
-    ),
+        strategy=sending(reduced_by(lambda sent: sent * min(1.0, 0.05 / float(sent.norm()))))),
     "16-bit wire: float16": Run(strategy=sending(fp16_compress_hook)),
     "unsynchronised replicas: a weight": Run(on_train_batch_start=drifts),
     "unsynchronised replicas: past the strategy": Run(step=by_hand(outside=True), manual=True),
@@ -595,14 +557,11 @@ DIFFERENT = {
     "weights beside the gradient: an average": Run(frozen, on_train_batch_end=averaged(world)),
     "buffers of one rank: of its samples": Run(
         lambda: layers(change=lambda net: net.register_buffer("seen", torch.zeros(()))),
-        on_train_batch_start=lambda self, batch, _: self.net.seen.add_(len(batch[0])) and None,
-    ),
+        on_train_batch_start=lambda self, batch, _: self.net.seen.add_(len(batch[0])) and None),
     "logged value: summed over the ranks": shared(
-        step=summed_value, factor=2.0, says=["in the logged values", "the training is the same"]
-    ),
+        step=summed_value, factor=2.0, says=["in the logged values", "the training is the same"]),
     "unexplained: times the ranks in manual optimization": Run(
-        step=by_hand(scaled(lambda _: 0.01 * world())), manual=True, says=["the gradient is 2 x that of one process"]
-    ),
+        step=by_hand(scaled(lambda _: 0.01 * world())), manual=True, says=["the gradient is 2 x that of one process"]),
     "unexplained: times 1.004": Run(strategy=sending(reduced_by(lambda sent: sent * 1.004)), precision="bf16-mixed"),
 }
 """By the cause that is to be named, and what the run does."""
@@ -610,46 +569,39 @@ DIFFERENT = {
 NOT_SHOWN = {
     "trains replicas": Run(normed, reads=plain(14, 7), strategy=PARALLEL),
     "lr_scaling= changes the learning rate": Run(
-        reads=plain(16, 8), strategy=ours(lr_scaling="linear", base_batch_size=4, split_batches=True)
-    ),
+        reads=plain(16, 8), strategy=ours(lr_scaling="linear", base_batch_size=4, split_batches=True)),
     "a generator of Python or NumPy": Run(step=entropy(lambda net, x: net(x * random.betavariate(1, 1)))),
     "one draw for a whole batch (aten.rand)": shared(step=entropy(lambda net, x: net(x * torch.rand(1)))),
     "one draw for a whole batch (aten.randn_like)": Run(
         on_before_optimizer_step=lambda self, _: [each.grad.add_(torch.randn_like(each)) for each in self.parameters()]
     ),
     "collate_fn draws random numbers": shared(
-        reads=plain(collate_fn=lambda rows: default_collate([rows[place] for place in torch.randperm(len(rows))]))
-    ),
+        reads=plain(collate_fn=lambda rows: default_collate([rows[place] for place in torch.randperm(len(rows))]))),
     "a batch of another size draws other random numbers (aten.bernoulli_)": shared(words, by_words, texts),
     "verify with --single, in float32": Run(
-        step=entropy(lambda net, x: net(torch.quantize_per_tensor(x, 0.1, 0, torch.qint8).dequantize()))
-    ),
+        step=entropy(lambda net, x: net(torch.quantize_per_tensor(x, 0.1, 0, torch.qint8).dequantize()))),
     "one process takes fewer steps than the run": Run(
-        on_train_batch_end=lambda self, *_: setattr(self.trainer, "should_stop", world() == 1)
-    ),
+        on_train_batch_end=lambda self, *_: setattr(self.trainer, "should_stop", world() == 1)),
     "one process takes other optimizer steps in a batch than the run": Run(step=repeated, manual=True),
     "use one DataLoader": shared(
         step=lambda module, batch: classified(module, batch["one"]),
-        reads=lambda: {"one": plain()(), "other": plain()()},
-    ),
+        reads=lambda: {"one": plain()(), "other": plain()()}),
     "no collate_fn makes the loader's batches": Run(reads=lambda: DataLoader(batches((4, 4)), batch_size=None)),
     "a sample cannot be copied": shared(reads=uncopied),
     "transformed at random": Run(reads=lambda: dealt(batches((4,) * 4, seed=world()))),
     "16 of the 32 samples of an epoch are none of the 32 of one process": Run(reads=streamed("halves", moved)),
     "4 of the 8 samples of the step are none of those of one process": Run(
-        reads=streamed("every W-th", lambda rows: moved(cycle(rows)))
-    ),
+        reads=streamed("every W-th", lambda rows: moved(cycle(rows)))),
     "by a sampler of your own, the ranks leave out": Run(
-        reads=plain(sampler=lambda: in_turn(torch.randperm(32, generator=of_rank()).tolist()))
-    ),
+        reads=plain(sampler=lambda: in_turn(torch.randperm(32, generator=of_rank()).tolist()))),
     "keeps state for every micro-batch": Run(step=COUNTER, reads=WINDOWS, strategy=GradAvgStrategy, window=2),
     "their positions in the batch": Run(step=by_position),
     "the user's own sum": Run(step=by_hand(every=2), reads=WINDOWS, steps=1, manual=True),
     "1 samples of an epoch are read twice": shared(reads=plain(31)),
     "2 micro-batches of 4 samples, whose means DDPStrategy adds up and divides by 4": Run(
-        reads=WINDOWS, window=2, steps=1
-    ),
+        reads=WINDOWS, window=2, steps=1),
 }
+# fmt: on
 """By what the report is to say."""
 
 for _name, _run in DIFFERENT.items():
