@@ -19,9 +19,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from grids import covering
 from lightning.pytorch.callbacks import ModelCheckpoint
-from ranks import Ended, RankEnvironment, RankPool, make_trainer
+from ranks import Ended, RankEnvironment, RankPool, covering, make_trainer
 from toys import Toy, loader
 
 from lightning_gradavg import GradAvgStrategy

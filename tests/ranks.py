@@ -1,4 +1,4 @@
-"""Ranks for tests: worlds of real processes with gloo collectives, started once and reused by every test.
+"""Ranks for tests: worlds of real processes with gloo collectives, started once and reused; and grids of parameters.
 
 A *body* is a module-level function of a test module. `RankPool.run(body, ...)` calls it on every rank, with
 `torch.distributed` initialized, and returns the ranks' results in rank order.
@@ -30,12 +30,14 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from itertools import combinations, product
 from multiprocessing import connection, forkserver, get_context, set_start_method
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -436,3 +438,34 @@ def _run_as_main(script: Path, arguments: tuple[str, ...], output: Path) -> None
     os.environ.update({"MPLBACKEND": "agg", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS.parent)})
     sys.argv[:], sys.path[0] = [str(script), *arguments], str(script.parent)
     runpy.run_path(str(script), run_name="__main__")
+
+
+def covering(*factors: Sequence[Any], strength: int = 2) -> list[tuple[Any, ...]]:
+    """Return combinations of one value per factor that hold all pairs of values, or of `strength` 1 each value once.
+
+    Greedy and without chance: each time the combination that holds most of what is missing, the first of several.
+    """
+    of_columns = list(combinations(range(len(factors)), min(strength, len(factors))))
+    held = {
+        row: {(columns, *(row[column] for column in columns)) for columns in of_columns}
+        for row in product(*(range(len(values)) for values in factors))
+    }
+    missing, chosen = set[Any]().union(*held.values()), []
+    while missing:
+        best = max(held, key=lambda row: len(held[row] & missing))
+        missing -= held[best]
+        chosen.append(best)
+    return [tuple(values[index] for values, index in zip(factors, row, strict=True)) for row in sorted(chosen)]
+
+
+def grid(*factors: Sequence[Any], strength: int = 2) -> list[Any]:
+    """Return all combinations for `pytest.mark.parametrize`, those that `covering` leaves out marked `full`."""
+    indices = [range(len(values)) for values in factors]
+    chosen = covering(*indices, strength=strength)
+    return [
+        pytest.param(
+            *(values[index] for values, index in zip(factors, row, strict=True)),
+            marks=() if row in chosen else pytest.mark.full,
+        )
+        for row in product(*indices)
+    ]

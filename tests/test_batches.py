@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from grids import grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
@@ -29,6 +28,7 @@ from orders import (
     listed,
     seed,
 )
+from ranks import grid
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_gradavg.batches.chunks import Chunk, Split, chunk_bounds, cut_pieces

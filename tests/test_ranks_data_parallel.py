@@ -25,7 +25,7 @@ from data_parallel import (
     single,
     train,
 )
-from grids import grid
+from ranks import grid
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from toys import Toy, approx, same_everywhere

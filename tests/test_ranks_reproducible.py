@@ -14,9 +14,9 @@ from unittest import mock
 import pytest
 import torch
 from data_parallel import CNN, Masked, Model, Sparse, fit
-from grids import grid
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback
+from ranks import grid
 from torch import Tensor, nn
 
 from lightning_gradavg import GradAvgMonitor, monitor

@@ -18,13 +18,12 @@ from unittest import mock
 import faults
 import pytest
 import torch
-from grids import grid
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
 from noted import Act, Order, done, draws, fit, journal, together
 from orders import ORDERS, WHOLE
-from ranks import RankError
+from ranks import RankError, grid
 
 from lightning_gradavg.checkpoints import WholeCheckpoints
 

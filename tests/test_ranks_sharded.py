@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from grids import grid
 from lightning.pytorch.strategies import ModelParallelStrategy
-from ranks import make_trainer
+from ranks import grid, make_trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

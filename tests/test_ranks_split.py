@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from grids import grid
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from noted import Act, Order, draws, fit, together
+from ranks import grid
 from toys import approx, same_everywhere, train
 
 

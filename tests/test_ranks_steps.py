@@ -17,12 +17,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from grids import covering, grid
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
-from ranks import make_trainer, on_ranks
+from ranks import covering, grid, make_trainer, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
