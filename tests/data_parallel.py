@@ -201,8 +201,6 @@ class ByHand(CNN):
 
 
 class Sparse(Model):
-    """An embedding with sparse gradients."""
-
     def build(self) -> nn.Module:
         return nn.Sequential(nn.Embedding(SAMPLES, 5, sparse=True), nn.Linear(5, 1))
 

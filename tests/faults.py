@@ -122,7 +122,6 @@ def train(
 
 
 def train_apart(folder: str, patch: tuple[str, Any] | None = None, **changed: Any) -> int:
-    """Body: train, with something else on rank 1."""
     if dist.get_rank() == 0:
         return train(folder=folder)
     with mock.patch(*patch) if patch is not None else nullcontext():

@@ -98,8 +98,6 @@ def killing(name: str) -> Callable[..., None]:
 
 
 class Killed:
-    """Kills the process that pickles it, when a part of a checkpoint is written."""
-
     def __reduce__(self) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
@@ -292,10 +290,8 @@ def journal(folder: Path) -> list[Any]:
 
 
 def draws(noted: Noted) -> list[float]:
-    """Return what a rank drew in its hooks, in each batch that was stepped on."""
     return [drawn for step in noted.steps for _, drawn in step.batches]
 
 
 def done(path: Any) -> int:
-    """Return after how many steps a checkpoint was written."""
     return int(str(path).rpartition("step=")[2].partition(".")[0])

@@ -109,8 +109,6 @@ class Augmented(Dataset[Any]):
 
 
 class Logged(Augmented):
-    """Remembers what was loaded from it."""
-
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self.loaded: list[int] = []
@@ -151,7 +149,6 @@ def listed(batch: Any) -> list[Any]:
 
 
 def seed(value: int) -> None:
-    """Seed every global generator."""
     for function in (torch.manual_seed, random.seed, np.random.seed):
         function(value)
 

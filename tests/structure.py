@@ -82,7 +82,6 @@ def file_of(frame: FrameType | None) -> str:
 
 
 def look(frame: FrameType, event: str, _: object) -> None:
-    """Keep a call between files."""
     if event == "call" and frame.f_code.co_filename.startswith(f"{ROOT}{os.sep}"):
         source, target = file_of(frame.f_back), file_of(frame)
         ARROWS.extend([(source, target, frame.f_code.co_name)] if source != target else ())
@@ -173,7 +172,6 @@ def travelled(name: str) -> list[Arrow]:
 
 
 def main() -> None:
-    """Print the figures."""
     parser = argparse.ArgumentParser(prog="python -m tests.structure", description="How the package is built.")
     parser.add_argument("--arrows", metavar="NAME", help="print every call between files on this journey instead")
     given = parser.parse_args()

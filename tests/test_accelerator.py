@@ -225,7 +225,6 @@ def batches_of_rank(count: int) -> list[Tensor]:
 
 
 def trainer_on(device: str, path: Path, strategy: Any, *callbacks: Callback, **options: Any) -> Any:
-    """Return a Trainer on a device, with the nodes of the path."""
     options |= {**path.trainer, "callbacks": [*callbacks]}
     if device == "cpu":
         options.pop("precision", None)
@@ -356,7 +355,6 @@ WAITED = "called a synchronizing CUDA operation"
 
 
 def perform(name: str, device: str, counts: Mapping[str, Count]) -> Found:
-    """Body: run a path on a device, and count."""
     return PATHS[name].body(PATHS[name], device, counts)
 
 

@@ -77,7 +77,6 @@ def split(loader: Any, world: World | None = None, **cut: Any) -> SplitLoader:
 
 
 def samples_of(batch: Any, chunk: Chunk) -> list[Any]:
-    """Return the samples of a rank's pieces that count."""
     parts = cut_pieces(batch, chunk) if len(chunk.pieces) > 1 else [batch]
     rows = list(zip(chunk.pieces, map(listed, parts), strict=True))
     assert all(len(of_piece) == piece.stop - piece.start for piece, of_piece in rows)
@@ -238,59 +237,43 @@ def drawing(samples: list[Any]) -> Graphs:
 DEALT: Any = DistributedSampler(EIGHT, num_replicas=2, rank=0)
 TWO_WORKERS: list[dict[str, Any]] = [{"num_workers": 1}, {}]
 
+# fmt: off
 REFUSED: dict[str, tuple[Callable[[int], Any], dict[str, Any], list[str]]] = {
     # What returns the loader of a rank, how it is split, and what the errors of ranks 0 and 1 say, or that of all.
     "workers": (lambda rank: DataLoader(EIGHT, **TWO_WORKERS[rank]), {}, [" on rank 0; batch size "]),
     "streams of different length": (
-        lambda rank: Unsized(lambda: torch.arange(20 + 4 * rank).split(4)),
-        {},
-        ["found at the end after batch 5", "found at batch 6 of"],
-    ),
+        lambda rank: Unsized(lambda: torch.arange(20 + 4 * rank).split(4)), {},
+        ["found at the end after batch 5", "found at batch 6 of"]),
     "failing sampler": (
-        lambda rank: DataLoader(EIGHT, batch_sampler=Sized(failing, 3)),
-        {},
-        ["out of batches", "the batch sampler of rank 0, whose order counts, raised KeyError('out of batches')"],
-    ),
+        lambda rank: DataLoader(EIGHT, batch_sampler=Sized(failing, 3)), {},
+        ["out of batches", "the batch sampler of rank 0, whose order counts, raised KeyError('out of batches')"]),
     "empty indices": (
-        lambda rank: DataLoader(EIGHT, batch_sampler=Sized(lambda: [[0], []], 2)),
-        {},
-        ["a loader batch has no samples: leave out empty batches"],
-    ),
+        lambda rank: DataLoader(EIGHT, batch_sampler=Sized(lambda: [[0], []], 2)), {},
+        ["a loader batch has no samples: leave out empty batches"]),
     "dealt": (
-        lambda rank: DataLoader(EIGHT, sampler=DEALT),
-        {},
-        ["DistributedSampler for 2 replicas, but with split_batches=True"],
-    ),
+        lambda rank: DataLoader(EIGHT, sampler=DEALT), {},
+        ["DistributedSampler for 2 replicas, but with split_batches=True"]),
     "out of order": (
         lambda rank: with_attribute(DataLoader(EIGHT, num_workers=1), "in_order", False),  # an argument since torch 2.6
         {},
         ["Use in_order=True"],
     ),
     "more batches": (
-        lambda rank: Changing(8, 2, lambda batches: [*batches, batches[0]]),
-        {},
-        ["Changing yielded more batches"],
-    ),
+        lambda rank: Changing(8, 2, lambda batches: [*batches, batches[0]]), {}, ["Changing yielded more batches"]),
     "other samples": (
-        lambda rank: DataLoader([rank] * 8, 4),
-        {"whole": True, "replicas": 2},
-        ["does not yield the same batches on all ranks: found at batch 1 of this epoch"],
-    ),
+        lambda rank: DataLoader([rank] * 8, 4), {"whole": True, "replicas": 2},
+        ["does not yield the same batches on all ranks: found at batch 1 of this epoch"]),
     "sharded on one rank": (
-        lambda rank: DataLoader(with_attribute(Augmented(8), "sharded_by_rank", rank == 1), 4),
-        {"replicas": 4},
-        ["split, on rank 1: DataLoader or its dataset Augmented has sharded_by_rank = True"],
-    ),
+        lambda rank: DataLoader(with_attribute(Augmented(8), "sharded_by_rank", rank == 1), 4), {"replicas": 4},
+        ["split, on rank 1: DataLoader or its dataset Augmented has sharded_by_rank = True"]),
     "graphs, collated with draws": (
-        lambda rank: DataLoader(EIGHT, collate_fn=drawing),
-        {"whole": True},
-        ["Graphs cannot be cut into replicas, and collate_fn draws random numbers"],
-    ),
+        lambda rank: DataLoader(EIGHT, collate_fn=drawing), {"whole": True},
+        ["Graphs cannot be cut into replicas, and collate_fn draws random numbers"]),
 }
+# fmt: on
 
 
 def read_refused(name: str) -> None:
-    """Body: read a loader that cannot be split."""
     world, (make, options, _) = World.of(None), REFUSED[name]
     list(split(make(world.rank), world, **options))
 

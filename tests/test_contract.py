@@ -24,7 +24,6 @@ from lightning_gradavg.verify.report import EXIT_CODES, SCHEMA, Difference, Find
 
 
 def words(text: str) -> list[str]:
-    """Return the names in a text."""
     return text.split()
 
 
@@ -66,7 +65,6 @@ def test_the_constructor():
 
 
 def log_hyperparams(options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Body: return the hyperparameters that a run logs."""
     logger = Memory()
     trainer = make_trainer(GradAvgStrategy(**options), max_epochs=1, logger=logger, log_every_n_steps=1)
     trainer.fit(Toy(), DataLoader(torch.ones(8, dtype=torch.float64), 4))
@@ -204,7 +202,6 @@ class Kept(Toy):
 
 
 def train_kept(resume: str | None) -> Any:
-    """Body: train the kept run, from its begin or from a checkpoint."""
     seed_everything(11, verbose=False)
     model = Kept()
     trainer = make_trainer(

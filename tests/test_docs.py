@@ -86,7 +86,6 @@ def test_one_version() -> None:
 
 
 def test_the_reference_is_the_public_interface() -> None:
-    """docs/api.md describes every name of `from lightning_gradavg import *`."""
     page = (ROOT / "docs" / "api.md").read_text("utf-8")
 
     assert set(lightning_gradavg.__all__) <= set(re.findall(r"^\.\. auto\w+:: (\w+)$", page, re.MULTILINE))
@@ -112,7 +111,6 @@ def test_the_table_of_rules_is_that_of_the_code() -> None:
 
 
 def test_every_claim_has_a_test() -> None:
-    """docs/architecture.md names for each claim a test that exists."""
     claims = [row[1].strip("`").split("::") for row in cells_of("architecture.md", "| claim | test |")]
 
     assert len(claims) >= 10
@@ -120,7 +118,6 @@ def test_every_claim_has_a_test() -> None:
 
 
 def test_the_stated_size_is_that_of_the_package() -> None:
-    """docs/architecture.md states files, lines and branches within a tenth."""
     ((_, *stated),) = cells_of("architecture.md", "| | files | lines | branches per 100 lines of code |")
     size = sizes()["all"]
     found = [size["files"], size["lines"], 100 * size["branches"] / size["code"]]

@@ -131,23 +131,15 @@ def nowhere() -> Any:
         return begin("by_node", torch.zeros(3))
 
 
-def in_groups() -> Any:
-    """Body: the hook needs groups of its own on the first ranks, and none on the last, which is alone."""
-    rank, groups = dist.get_rank(), [dist.new_group([0, 1, 2, 3]), dist.new_group([4])]
-    with on_nodes([0, 0, 1, 1, 2]):
-        return hooks.by_node(groups[rank // 4], bucket_of(torch.full((2,), rank * 2.0))).wait().tolist()
-
-
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
         (sparse, [[1.0, 1.5, 0.0]] * 2),  # there is nothing to round
         (wide, ["gradients of torch.float64 in 16 bits"] * 2),
         (nowhere, ["but cannot, on ranks 0, 1: the launcher does not tell the node: set NODE_RANK"] * 2),
-        (in_groups, [*["takes all 5 ranks of the run, but it reduces over 4"] * 4, [8.0, 8.0]]),
     ],
 )
-def test_odd_buckets_and_groups(world, body, expected):
+def test_odd_buckets(world, body, expected):
     """What cannot be served is the same error on all ranks that it concerns."""
     for answer, its in zip(world(len(expected)).run_expecting_errors(body), expected, strict=True):
         assert its == answer if isinstance(its, list) else its in answer.message

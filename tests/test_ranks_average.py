@@ -173,37 +173,31 @@ def pair(outputs: int) -> nn.Module:
 EVERYWHERE = (0, 1, 2)
 # Name: the ranks of three that it concerns, what is given there instead, and what all ranks are told. A source is made
 # of the model.
+# fmt: off
 MISUSES: dict[str, tuple[Sequence[int], dict[str, Any], str]] = {
     "no weight": ([0, 2], {"weight": None}, r"on ranks 0, 2: .*'weighted_mean'.* needs a weight: pass weight="),
     "weights too large": (EVERYWHERE, {"weight": 1.7e308}, r"the normalizer inf\. Scale the weights"),
     "weights too small": (
-        EVERYWHERE,
-        {"reduction": "normalized_sum", "weight": 5e-324},
-        r"\[1\.0, 1\.0, 1\.0\] and the normalizer 1\.5e-323\. .* quotients, are finite",
-    ),
+        EVERYWHERE, {"reduction": "normalized_sum", "weight": 5e-324},
+        r"\[1\.0, 1\.0, 1\.0\] and the normalizer 1\.5e-323\. .* quotients, are finite"),
     "other reduction": ([1], {"reduction": "mean"}, r"cannot reduce: reduction='weighted_mean'.*; reduction='mean'"),
     "no reduction": ([1], {"reduction": "median"}, r"on rank 1: reduction='median' is not.* Did you mean 'mean'"),
     "fewer parameters": ([2], {"source": lambda model: model[0]}, "4 parameters on ranks 0, 1; 2 parameters on rank 2"),
     "another shape": ([1], {"source": lambda model: pair(3)}, r"of shape \(1, 2\).* 0, 2;.* of shape \(3, 2\).* 1"),
     "another dtype": ([0], {"source": lambda model: pair(1).double()}, r"'0\.weight' of.*torch\.float64 on cpu on.* 0"),
     "sparse": (
-        [1],
-        {"source": ending_in(torch.zeros(2, 2).to_sparse())},
-        r"on rank 1: .* 4 has a gradient of layout torch\.sparse_coo: convert it",
-    ),
+        [1], {"source": ending_in(torch.zeros(2, 2).to_sparse())},
+        r"on rank 1: .* 4 has a gradient of layout torch\.sparse_coo: convert it"),
     "expanded": (
-        [1],
-        {"source": ending_in(torch.zeros(2).expand(2, 2))},
-        r"on rank 1: .* 4 has a gradient that repeats elements in memory, .*: clone\(\) it",
-    ),
+        [1], {"source": ending_in(torch.zeros(2).expand(2, 2))},
+        r"on rank 1: .* 4 has a gradient that repeats elements in memory, .*: clone\(\) it"),
     "DDP submodule": (
-        EVERYWHERE,
-        {"source": lambda model: nn.ModuleDict({"generator": DistributedDataParallel(model)})},
-        "generator is a DistributedDataParallel, which has reduced the gradients",
-    ),
+        EVERYWHERE, {"source": lambda model: nn.ModuleDict({"generator": DistributedDataParallel(model)})},
+        "generator is a DistributedDataParallel, which has reduced the gradients"),
     "DTensor": (EVERYWHERE, {"source": dtensor}, r"parameter 0 is a DTensor, whose placements say how it is reduced"),
     "named": ([0], {"source": lambda model: model.named_parameters()}, r"on rank 0: parameter 0 is \('0\.weight'"),
 }
+# fmt: on
 
 
 def misuse(name: str) -> None:

@@ -80,8 +80,6 @@ PLACES = [
 
 
 class Seen(NamedTuple):
-    """What a module did in two steps."""
-
     outputs: list[Tensor]
     of_rows: list[Any]
     of_parameters: list[Any]

@@ -315,8 +315,6 @@ def test_gradient_by_hand(world, way, case):
 
 
 class Counted(Toy):
-    """Notes what Lightning calls and logs."""
-
     def __init__(self) -> None:
         super().__init__(start=0.0, lr=0.1)
         self.noted: list[Any] = []
@@ -333,7 +331,6 @@ class Counted(Toy):
 
 
 def train_and_validate(folder: str) -> tuple[Seen, list[Any]]:
-    """Body: two epochs with validation and checkpoints."""
     model, saves = Counted(), ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}")
     trainer = make_trainer(GradAvgStrategy(), max_epochs=2, callbacks=[saves], enable_checkpointing=True, **AS_THEY_ARE)
     trainer.fit(model, loader([[[1.0]] * 5, [[3.0]] * 3][dist.get_rank()]), loader([[0.0]]))
@@ -366,7 +363,6 @@ def test_two_loaders_are_refused():
 
 
 def read_alike() -> None:
-    """Body: train on batches that all ranks have."""
     trainer = make_trainer(GradAvgStrategy(), max_epochs=1, **AS_THEY_ARE)
     trainer.fit(Toy(), READS["stream"]([torch.ones(1) * number for number in range(3)]))
 

@@ -183,7 +183,6 @@ REFUSED: list[tuple[str, Kind, Options, str]] = [
 
 
 def fitted(kind: Kind, strategy: Options, load: Options) -> None:
-    """Body: train a model, or one of those that are odd."""
     fit(partial(Odd, how=kind) if isinstance(kind, str) else kind, strategy, load=load)
 
 

@@ -212,7 +212,6 @@ class Writer(BasePredictionWriter):
 
 
 def values_of(trainer: Any, returned: Any = None) -> dict[str, float]:
-    """Return all that was logged at the end, and returned."""
     found = dict(trainer.callback_metrics)
     found |= {f"{name}/returned": value for one in returned or () for name, value in one.items()}
     return {name: float(value) for name, value in found.items() if not name.split("/")[0].endswith("_step")}

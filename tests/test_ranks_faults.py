@@ -46,7 +46,6 @@ class Drifts(Toy):
 
 
 def train_drifting(what: str, batch: int, every: int | None = 1, monitor: int | None = None, **strategy: Any) -> int:
-    """Body: train two epochs of four batches, and return the steps."""
     callbacks = [GradAvgMonitor(check_parameters_every_n_steps=monitor)] if monitor is not None else []
     options: dict[str, Any] = {"max_epochs": 2, "use_distributed_sampler": False, "callbacks": callbacks}
     trainer = make_trainer(GradAvgStrategy(check_replicas_every_n_steps=every, **strategy), **options)

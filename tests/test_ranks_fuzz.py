@@ -101,7 +101,6 @@ class Drawn:
 
     @property
     def may_raise(self) -> bool:
-        """Whether all ranks may raise."""
         reasons = {
             "a node's ranks have the same say": self.way == "split" and self.rule.name in COUNTS_RANKS[1:3],
             "static_graph is judged, has named terms, or unused parameters": "static_graph" in self.options,
@@ -134,7 +133,6 @@ class Drawn:
         return self.loss(samples).item() if len(samples) > 0 else 0.0
 
     def micro_batch(self, rank: int, index: int) -> Any:
-        """Return the samples, or their gradient with its weight."""
         samples, weight = self.samples[index][rank], self.weight_of(rank, index)
         if self.weight is None:
             return samples
@@ -162,7 +160,6 @@ class Drawn:
         return combine(dense, rule=rule, nodes=nodes, weights=weights).item()
 
     def expected(self) -> list[float]:
-        """Return the gradient after every window."""
         found = [0.0]
         of_steps = zip(self.steps, self.raises, self.given_up, strict=True)
         for step, raises, given_up in (one for one in of_steps if one[0][0] < max(self.counts)):

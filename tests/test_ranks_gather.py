@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -116,7 +115,6 @@ HOME: dict[str, Home] = {
 
 
 def come_home(name: str) -> None:
-    """Body: check the gradient of this rank's rows."""
     home, rank = HOME[name], dist.get_rank()
     x = home.of_ranks[rank].clone().requires_grad_(home.expected[rank] is not None)
     told: dict[str, Any] = {}
@@ -133,26 +131,6 @@ def come_home(name: str) -> None:
 @pytest.mark.parametrize("name", HOME)
 def test_the_gradient_of_a_row_is_the_sum_over_ranks(world, name):
     world(len(HOME[name].of_ranks)).run(come_home, name)
-
-
-@on_ranks()
-def test_structure_has_one_backward():
-    """Of features and labels in one call, of which the loss uses some."""
-    rank = dist.get_rank()
-    x = torch.full((rank + 1, 1), 2.0, requires_grad=True)
-    y = torch.full((1, 3), 5.0, requires_grad=True)
-    labels, targets = torch.full((rank + 1,), rank), torch.full((1,), float(rank))
-    result: Any = gather(OrderedDict(x=x, labels=labels, y=[y, targets]))
-    assert [OrderedDict, list] == [type(result), type(result["y"])]
-    assert [True, False, True, False] == [
-        tensor.requires_grad for tensor in (result["x"], result["labels"], *result["y"])
-    ]
-    assert ([0, 1, 1], [0.0, 1.0]) == (result["labels"].tolist(), result["y"][1].tolist())
-    result["x"].square().sum().backward()
-    assert x.grad is not None
-    assert y.grad is not None
-    assert torch.equal(torch.full((rank + 1, 1), 8.0), x.grad)
-    assert torch.equal(torch.zeros(1, 3), y.grad)
 
 
 @on_ranks(3)
@@ -282,7 +260,6 @@ def ratios(gradient: Tensor) -> list[float | None]:
 
 
 def reduced(plainly: bool, rows: Sequence[int], nodes: Sequence[int], **variant: Any) -> Tensor:
-    """Body: the gradient of one step, under the strategy or in a plain loop."""
     parts = list(zip(A.split(rows), B.split(rows), strict=True))
     toy, rule = {"rows": rows, "nodes": nodes, **variant}, {"reduction": variant["reduction"]}
     if not plainly:

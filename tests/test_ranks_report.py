@@ -40,7 +40,6 @@ class Reports(Callback):
 
 
 def observe(*run: Any, **options: Any) -> list[StepReport]:
-    """Body: train and return the reports of all steps."""
     seen = Reports()
     train(*run, callbacks=[seen], **options)
     return seen.reports
@@ -213,7 +212,6 @@ def test_how_often(world, every, log_every, steps):
 
 
 def shown_metrics(prog_bar: bool) -> tuple[set[str], set[str]]:
-    """Body: return the names in the progress bar and in callback_metrics."""
     callbacks = [GradAvgMonitor(1, prefix="run", prog_bar=prog_bar)]
     trainer = make_trainer(GradAvgStrategy(), callbacks=callbacks, max_epochs=1, use_distributed_sampler=False)
     trainer.fit(Toy(), loader([[1 + dist.get_rank()], [2]]))

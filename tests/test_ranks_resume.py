@@ -323,7 +323,6 @@ def test_an_unfinished_one_leaves_the_one_before(tmp_path):
 
 
 def end_in_step_2(act: Any, rank: int, folder: str) -> None:
-    """Body: train, and have a rank end in its third step."""
     keep = {"filename": "{step}", "save_on_exception": True}
     with mock.patch("lightning_gradavg.faults.last_words._PATIENCE_SECONDS", 1.0):
         faults.train(act=act, rank=rank, keep=keep, folder=folder)

@@ -102,7 +102,6 @@ class Layout(NamedTuple):
         return {"data_parallel_size": len(self.counts), "tensor_parallel_size": self.tensor}
 
     def batches(self, steps: int, window: int = 0) -> list[list[Any]]:
-        """Return each rank's batches, or windows of them."""
         nothing = torch.full((1, 8), torch.nan, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
         of_counts = [
             batches if count else [nothing] * steps
@@ -164,7 +163,6 @@ class Sharded(MLP):
 
 
 def in_fabric(layout: Layout, window: int, register: bool = True) -> Seen:
-    """Body: train in a loop of one's own."""
     loop = OfFabric(OfFabricSharded(layout.shard, **WEIGHTED, **layout.sizes))
     model = loop.fabric.setup_module(Sharded().body)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -222,7 +220,6 @@ def test_mean_has_the_bits_of_stock_in_full_windows(world):
 
 
 def trained(counts: Sequence[int], epochs: int, resume: str | None = None, save: str | None = None) -> Any:
-    """Body: train so many epochs, and return the weights."""
     model, layout = Sharded(fsdp), Layout(fsdp, counts)
     strategy = GradAvgModelParallelStrategy(**WEIGHTED, **layout.sizes)
     trainer = make_trainer(strategy, max_epochs=epochs, use_distributed_sampler=False)

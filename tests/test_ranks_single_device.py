@@ -128,8 +128,6 @@ class Spectral(Script):
 
 
 class LBFGS(Script):
-    """Steps by closures."""
-
     def optimizer(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
 

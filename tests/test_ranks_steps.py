@@ -150,8 +150,6 @@ class Newton(Toy):
 
 
 class Iterates(Toy):
-    """Takes its batches itself."""
-
     def training_step(self, dataloader_iter: Iterator[Any]) -> Any:  # type: ignore[override]  # Lightning's other form
         return super().training_step(next(dataloader_iter)[0], 0)
 
@@ -181,13 +179,11 @@ def misspelt(module: Any, batch: Tensor) -> Any:
 
 
 def silent(module: Any, batch: Tensor) -> Tensor | None:
-    """Return no loss for a batch that it was given before."""
     again, module.before = batch is getattr(module, "before", None), batch
     return None if again else mean_loss(module, batch)
 
 
 def without_graph(kind: str, module: Any, batch: Tensor) -> Any:
-    """Return on rank 1 a loss without graph."""
     terms = {"table": module.net[0](batch.long()).sum(), "other": 2 * module.net[1].w.abs().sum()}
     if dist.get_rank() == 1:
         terms = dict.fromkeys(terms, torch.zeros(()))
@@ -262,8 +258,6 @@ class OwnPart(Toy):
 
 
 class Sparse(Stepped):
-    """An embedding with sparse gradients next to a dense layer."""
-
     def __init__(self) -> None:
         super().__init__(sparse_rows, lambda: nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Linear(3, 1)).double())
 

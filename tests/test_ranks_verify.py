@@ -135,7 +135,6 @@ def weighing(of: OfStep, counted: Callable[[Any], Tensor]) -> OfStep:
 
 
 def penalized(of: OfStep) -> OfStep:
-    """Add an L2 penalty."""
     return lambda module, batch: of(module, batch) + 0.3 * sum(one.square().sum() for one in module.parameters())
 
 
@@ -270,7 +269,6 @@ def one_cycle(module: Any) -> Any:
 
 
 def drifts(module: Any, _: Any, batch_idx: int) -> None:
-    """One rank changes a weight on its own."""
     if batch_idx == 1 and rank() == 1:
         module.net[2].weight.data[0, 0] += 1e-3
 
@@ -413,7 +411,6 @@ class Run:
         self.given = {**of_trainer, "automatic_optimization": not manual, "configure_optimizers": optimizer, **given}
 
     def build(self) -> tuple[LightningModule, dict[str, Any], dict[str, Any]]:
-        """Return module, data and options, as of a new run."""
         hooks = {n: each for n, each in self.given.items() if hasattr(LightningModule, n) or n == "training_step_end"}
         options = {name: each for name, each in self.given.items() if name not in hooks}
         torch.manual_seed(1)
@@ -427,7 +424,6 @@ def shared(make: Layers = layers, step: OfStep = classified, reads: Loader = ALL
 
 
 def recorded(name: str) -> record.Tape:
-    """Body: record a run on this rank."""
     (module, data, options), environment = RUNS[name].build(), RankEnvironment()
     options["plugins"] = [*options["plugins"], environment]
     options["devices"] = environment.ranks_on_node

@@ -292,7 +292,6 @@ class Named(dict[str, Any]):
 
 
 def planned(recipe: Recipe, devices: int, **options: Any) -> Named:
-    """Return a plan for a node, as a program that reads the JSON has it."""
     made = make_plan(recipe, devices_per_node=devices, **options)
     plan: Named = json.loads(json.dumps(made), object_hook=Named)
     return plan
@@ -342,16 +341,6 @@ def test_micro_batches_are_those_of_split_batches(size: int, devices: int, limit
         own = [piece.samples for piece in split.cut(size).pieces]
         assert len(own) <= run.accumulate
         assert (sum(own), max(own, default=0)) == (chunk.samples, chunk.micro_batch_size)
-
-
-def test_the_global_batch_is_kept_by_default() -> None:
-    """4 samples on each of 2 devices, twice a step, are 16: on 5 nodes of 3 devices, too, where stock DDP makes 120."""
-    plan = planned(Recipe(4, 0.1, devices=2, accumulate_grad_batches=2, optimizer="adam"), 3, nodes=5)
-    sizes = [(run.global_batch_size, run.scale) for run in (plan.base, plan.gradavg, plan.stock_ddp)]
-    assert sizes == [(16, 1), (16, 1), (120, 7.5)]
-    assert [(chunk.samples, chunk.devices) for chunk in plan.gradavg.chunks] == [(2, 8), (0, 7)]
-    expected = {"lr": 0.1, "betas": [0.9, 0.999], "eps": 1e-8}
-    assert all(found.hyperparameters == expected for found in plan.gradavg.scalings)
 
 
 @given(size=st.integers(1, 400), batch=st.integers(1, 40), ranks=st.integers(1, 8), window=st.integers(1, 4))

@@ -33,7 +33,6 @@ class Record:
 
 
 def plain(batch: Any) -> Any:
-    """Return a batch's structure, and what it holds."""
     leaves, structure = tree_flatten(batch)
     return structure, [(leaf.dtype, leaf.tolist()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 

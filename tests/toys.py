@@ -172,7 +172,6 @@ def samples(steps: int, dtype: torch.dtype = torch.float32) -> list[tuple[Tensor
 
 
 def shares(steps: int, dtype: torch.dtype = torch.float32, counts: Sequence[int] = COUNTS) -> list[list[Any]]:
-    """Return each rank's part of these samples."""
     cut = [(x.split(counts), y.split(counts)) for x, y in samples(steps, dtype)]
     return [[(x[rank], y[rank]) for x, y in cut] for rank in range(len(counts))]
 
@@ -195,8 +194,6 @@ def alone(model: Any, of_ranks: Sequence[Sequence[Any]], window: int = 1, clip: 
 
 
 class Memory(Logger):
-    """Keeps what is logged."""
-
     name, version = "memory", 0
 
     def __init__(self) -> None:
@@ -262,8 +259,6 @@ class OfTrainer:
 
 
 class OfFabric:
-    """A loop with Fabric."""
-
     def __init__(self, strategy: Any = None, nodes: Sequence[int] | None = None, **options: Any) -> None:
         environment = RankEnvironment(nodes)
         self.fabric = Fabric(
@@ -282,8 +277,6 @@ class OfFabric:
 
 
 class OfTorch:
-    """A loop without Lightning."""
-
     def __init__(self, nodes: Sequence[int] | None = None, ddp: Any = None, **options: Any) -> None:
         self.reducer = GradAvgReducer(**options)
         self.ddp, self.node = ddp or {}, None if nodes is None else nodes[dist.get_rank()]

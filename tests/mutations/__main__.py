@@ -79,14 +79,12 @@ def write(path: Path, text: str) -> None:
 
 
 def mutations(areas: list[str]) -> Iterator[Mutation]:
-    """Yield the rows of the tables of these areas, or of all."""
     for table in sorted(HERE.glob("*.yaml")):
         if not areas or table.stem in areas:
             yield from (Mutation(table.stem, **row) for row in yaml.safe_load(table.read_text()))
 
 
 def main() -> int:
-    """Plant all, print what failed, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__.partition("\n")[0])
     parser.add_argument("areas", nargs="*", metavar="AREA", help="tables to plant; all by default")
     parser.add_argument("--only", default="", metavar="WORD", help="only rows whose `breaks` contains this")

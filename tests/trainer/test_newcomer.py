@@ -83,7 +83,6 @@ ONE, STOCK, VERDICT, FIX, *MORE = [
 
 
 def play(folder: str) -> str:
-    """Body: run the program on these ranks, and return what it prints."""
     os.chdir(folder)
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     with (

@@ -61,7 +61,6 @@ def assert_trained(out: Path, gradient: float, hooked: bool = False, timeout: fl
 
 
 def in_config(folder: Path, strategy: Any) -> list[str]:
-    """Return the arguments of `fit`, with a strategy in a config file."""
     trainer = {**QUIET, "strategy": strategy, "default_root_dir": str(folder)}
     model = {"class_path": "test_selection.Job", "init_args": {"out": str(folder)}}
     (folder / "config.yaml").write_text(yaml.safe_dump({"seed_everything": 1, "trainer": trainer, "model": model}))
@@ -89,7 +88,6 @@ def hydra(strategy: Any, more: list[str], folder: Path) -> None:
 
 
 def train_by(way: Any, folder: str, *given: Any) -> None:
-    """Body: train on these ranks."""
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     own = Path(folder, str(dist.get_rank()))
     own.mkdir()
