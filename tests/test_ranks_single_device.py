@@ -191,7 +191,6 @@ VIEWS = parallel(gradient_as_bucket_view=True, find_unused_parameters=True)
         (OfNorm, 1, single(), {}),
         (OfNorm, 3, single(), {}),
         (OfAll, 4, parallel(None), {}),
-        (Script, 3, parallel(), {}),
         (Script, 3, PARTS, {}),
         (Even, 4, {"split_batches": True, "exact_evaluation": True}, {}),
         (Spectral, 4, PARTS, {"limit_train_batches": 0.5}),
@@ -199,7 +198,7 @@ VIEWS = parallel(gradient_as_bucket_view=True, find_unused_parameters=True)
         (Script, 4, single(), {**FULL, "accumulate_grad_batches": 4, "gradient_clip_val": 0.05}),
         (LBFGS, 4, PARTS, {}),
         (Script, 1, single(max_device_batch_size=3), {"stop": 3, "min_epochs": 0}),
-        (Script, 4, VIEWS, {}),
+        (Script, 3, VIEWS, {}),
     ],
     ids=str,
 )
