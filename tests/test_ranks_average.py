@@ -91,9 +91,10 @@ def test_one_small_exchange_and_all_buckets_in_flight(world):
 
 
 def in_many_memories(x: Tensor) -> list[Tensor]:
-    """Return gradients that are laid out differently; one is conjugated lazily, which the sum replaces."""
+    """Return gradients that are laid out differently, one with a graph; the sum replaces one conjugated lazily."""
     nhwc = x.reshape(1, 4, 4, 1).repeat(1, 1, 1, 2).to(memory_format=torch.channels_last)
-    return [x, x.t(), torch.zeros(4, 8)[:, ::2].copy_(x), nhwc, torch.complex(x, -x).conj()]
+    graph = x.clone().requires_grad_() * 1
+    return [x, x.t(), torch.zeros(4, 8)[:, ::2].copy_(x), nhwc, torch.complex(x, -x).conj(), graph]
 
 
 @on_ranks(3)
@@ -106,6 +107,7 @@ def test_memory_of_a_gradient():
     average_gradients(parameters, reduction="sum")
     for expected, parameter, gradient in zip(in_many_memories(6 * x), parameters, gradients, strict=True):
         assert torch.equal(expected, parameter.grad)
+        assert type(expected.grad_fn) is type(parameter.grad.grad_fn)
         assert parameter.grad is gradient or gradient.is_conj()
 
 

@@ -25,8 +25,6 @@ ITEM_2 = [[[1, 2, 3]], [[4]]]
 
 
 class Reports(Callback):
-    """Observes every step, as a user would by hand."""
-
     def __init__(self) -> None:
         self.reports: list[StepReport] = []
 

@@ -140,8 +140,6 @@ class Interrupted(Toy):
 
 
 class Newton(Toy):
-    """LBFGS evaluates the closure several times in a step."""
-
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         return (0.5 * (self.w * batch - 3).square()).mean()
 
