@@ -1,4 +1,4 @@
-"""The scripts that start a run on a cluster say what they are to say, and one of them runs on two nodes."""
+"""The script that starts a run with torchrun runs on two nodes."""
 
 from __future__ import annotations
 
@@ -15,33 +15,7 @@ import torch
 from benchmarks.nodes import network, obstacle
 
 ROOT = Path(__file__).resolve().parent.parent
-EXAMPLES = ROOT / "examples"
-SBATCH = EXAMPLES / "slurm/train.sbatch"
-TORCHRUN = EXAMPLES / "torchrun/train.sh"
-
-
-def printed(script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a script whose Python is `echo`."""
-    return subprocess.run(
-        ["bash", str(script), "--epochs=3"],
-        env={"PATH": os.environ["PATH"], "PYTHON": "echo", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_sbatch_starts_one_process_per_gpu(tmp_path):
-    """SLURM is asked for two nodes of four tasks and GPUs, and srun is told of the cores, which it does not inherit."""
-    options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)", SBATCH.read_text(), re.MULTILINE))
-    asked = {"nodes": "2", "ntasks-per-node": "4", "gpus-per-node": "4", "signal": "SIGUSR1@90", "requeue": ""}
-    assert asked.items() <= options.items()
-    srun = tmp_path / "srun"
-    srun.write_text('#!/bin/bash\necho "$@"\n')
-    srun.chmod(0o755)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    started = printed(SBATCH, PATH=path, SLURM_CPUS_PER_TASK=options["cpus-per-task"]).stdout
-    assert "--cpus-per-task=8 --kill-on-bad-exit=1 echo -m examples.cluster --epochs=3\n" == started
+TORCHRUN = ROOT / "examples/torchrun/train.sh"
 
 
 EXAMPLE = ["--accelerator=cpu", "--epochs=1", f"--num-train={3 * 32}"]

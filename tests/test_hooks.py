@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradavg import hooks
 
@@ -112,6 +114,62 @@ def test_mean(world, name, nodes, dtype, scale):
         assert (mean - exact)[fine].norm() <= bound * exact[fine].norm()
 
 
+def bytes_sent(name: str, nodes: Sequence[int], dtype: torch.dtype) -> Counter[bool]:
+    """Body: bytes that this rank hands to collectives for other ranks, by whether these are on other nodes."""
+    sent: Counter[bool] = Counter()
+    rank, exchange = dist.get_rank(), dist.all_to_all_single
+
+    def counted(received: Tensor, rows: Tensor, *, group: Any, async_op: bool) -> Any:
+        for other, row in zip(dist.get_process_group_ranks(group), rows, strict=True):
+            if other != rank:
+                sent[nodes[other] != nodes[rank]] += row.numel() * row.element_size()
+        return exchange(received, rows, group=group, async_op=async_op)
+
+    with on_nodes(nodes), mock.patch.object(dist, "all_to_all_single", counted):
+        begin(name, torch.zeros(48_000, dtype=dtype))
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "dtype", "expected"),
+    [
+        # Of 48000 numbers, in bytes: there and back, in the node and between nodes, by each rank.
+        ("bfloat16", FLAT, torch.float32, {False: 48_000 * 2}),
+        ("bfloat16", [0] * 4, torch.float32, {False: 48_000 * 2 * 2 * 3 / 4}),
+        ("float32_sum", [0] * 4, torch.bfloat16, {False: 48_000 * 2 * 2 * 3 / 4}),
+        ("by_node", EVEN, torch.float32, {False: 48_000 * 4, True: 24_000 * 4}),
+        ("by_node_bfloat16", EVEN, torch.float32, {False: 48_000 * 4, True: 24_000 * 2}),
+    ],
+)
+def test_bytes_sent(world, name, nodes, dtype, expected):
+    """Half the bytes of float32, in as many as a ring sends; node by node only one bucket per node goes out."""
+    assert [expected] * len(nodes) == world(len(nodes)).run(bytes_sent, name, nodes, dtype)
+
+
+def gradients_of_ddp(name: str, nodes: Sequence[int], views: bool) -> list[list[float]]:
+    """Body: two backwards of stock DDP, whose input is rank + 1, with each matrix in a bucket of its own."""
+    with on_nodes(nodes):
+        layers = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False))
+        for parameter in layers.parameters():
+            nn.init.ones_(parameter)
+        model = DistributedDataParallel(layers, bucket_cap_mb=0.00001, gradient_as_bucket_view=views)
+        model.register_comm_hook(None, getattr(hooks, name))
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.full((1, 4), dist.get_rank() + 1.0)).sum().backward()
+        return [parameter.grad.flatten().tolist() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "views"), [*((name, SINGLE, True) for name in NAMES), ("by_node_float16", EVEN, False)]
+)
+def test_stock_ddp(world, name, nodes, views):
+    """The gradient of the first is 2 x, and of the second first(x) = 4 x, on average over x = 1, 2, ..."""
+    mean = sum(range(1, len(nodes) + 1)) / len(nodes)
+    expected = [[2 * mean] * 12, [4 * mean] * 6]
+    assert [expected] * len(nodes) == world(len(nodes)).run(gradients_of_ddp, name, nodes, views)
+
+
 def sparse() -> Any:
     """Body: each rank has a row of its own."""
     rank = dist.get_rank()
@@ -131,15 +189,23 @@ def nowhere() -> Any:
         return begin("by_node", torch.zeros(3))
 
 
+def in_groups() -> Any:
+    """Body: the hook needs groups of its own on the first ranks, and none on the last, which is alone."""
+    rank, groups = dist.get_rank(), [dist.new_group([0, 1, 2, 3]), dist.new_group([4])]
+    with on_nodes([0, 0, 1, 1, 2]):
+        return hooks.by_node(groups[rank // 4], bucket_of(torch.full((2,), rank * 2.0))).wait().tolist()
+
+
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
         (sparse, [[1.0, 1.5, 0.0]] * 2),  # there is nothing to round
         (wide, ["gradients of torch.float64 in 16 bits"] * 2),
         (nowhere, ["but cannot, on ranks 0, 1: the launcher does not tell the node: set NODE_RANK"] * 2),
+        (in_groups, [*["takes all 5 ranks of the run, but it reduces over 4"] * 4, [8.0, 8.0]]),
     ],
 )
-def test_odd_buckets(world, body, expected):
+def test_odd_buckets_and_groups(world, body, expected):
     """What cannot be served is the same error on all ranks that it concerns."""
     for answer, its in zip(world(len(expected)).run_expecting_errors(body), expected, strict=True):
         assert its == answer if isinstance(its, list) else its in answer.message

@@ -69,11 +69,6 @@ def fsdp_tp(net: Any, mesh: Any) -> Any:
     return fsdp(tp(net, mesh), mesh)
 
 
-def on_all_ranks(net: Any, mesh: Any) -> None:
-    """Whatever the mesh says."""
-    fully_shard(net)
-
-
 def frozen_root(net: Any, mesh: Any) -> None:
     net[2].requires_grad_(False)
     without_root(net, mesh)
@@ -242,7 +237,6 @@ def test_a_checkpoint_of_four_ranks_resumes_on_two(world, tmp_path):
         (without_root, "weighted_mean", "'second.weight' trains outside of fully_shard: nothing averages"),
         (frozen_root, "unfrozen", "'second.weight' trains outside of fully_shard: nothing averages"),
         (divided, "weighted_mean", "over 2 ranks and divides them by 1; both must be"),
-        (on_all_ranks, "weighted_mean", "both must be data_parallel_size=1"),
         (fsdp, "stale", "the optimizers' parameter groups show no gradients"),
         (fsdp, "graphless", "a loss without a graph"),
         (fsdp, "plain backward", "reached the model by a backward that bypassed reduction='weighted_mean'"),
@@ -252,7 +246,7 @@ def test_a_checkpoint_of_four_ranks_resumes_on_two(world, tmp_path):
 )
 def test_refused_on_all_ranks(world, shard, kind, text):
     layout = Layout(shard, (3, 1), 1 + (shard is fsdp_tp))
-    strategy = {**WEIGHTED, **({} if shard is on_all_ranks else layout.sizes)}
+    strategy = {**WEIGHTED, **layout.sizes}
     given: Any = (train, layout.batches(2), {"shard": shard, "kind": kind}, strategy, None, Sharded)
     call: Any = (in_fabric, layout, 1, False) if kind == "fabric" else (*given, GradAvgModelParallelStrategy)
     options = {"accumulate_grad_batches": 2} if kind == "stale" else {}

@@ -355,17 +355,6 @@ def test_steps_per_epoch_of_stock_ddp_are_those_of_its_sampler(size: int, batch:
     assert plan.gradavg.steps_per_epoch == math.ceil(size / (batch * window))
 
 
-def test_gradual_warmup_of_five_epochs() -> None:
-    recipe = Recipe(16, 0.01, dataset_size=128)
-    long = planned(recipe, 4, global_batch_size=64)
-    warmups = {found.lr_scaling: found.lr_warmup_steps for found in long.gradavg.scalings}
-    assert warmups == {"none": None, "linear": 10, "sqrt": None, "adam_sde": None}
-    short = planned(Recipe(16, 0.01, steps=16, dataset_size=128), 4, global_batch_size=64)
-    assert outcome(short.gradavg, "linear").lr_warmup_steps == 4
-    assert outcome(planned(recipe, 4, global_batch_size=8).gradavg, "linear").lr_warmup_steps is None
-    assert "lr_scaling='linear', base_batch_size=16, lr_warmup_steps=10" in long.code[1]
-
-
 @given(batch=st.integers(2, 64), smoothing=st.sampled_from([0.5, 0.8, 0.9, 0.95, 0.97]))
 def test_the_largest_feasible_batch_is_feasible_and_the_next_is_not(batch: int, smoothing: float) -> None:
     recipe = Recipe(batch, 1e-3, optimizer="adam", betas=(smoothing, 0.99))

@@ -14,7 +14,6 @@ import yaml
 from hydra.utils import instantiate
 from lightning.pytorch.cli import LightningCLI
 from omegaconf import OmegaConf
-from ranks import run_script
 from toys import Toy, loader
 
 from lightning_gradavg import hooks
@@ -122,26 +121,3 @@ def test_the_printed_config_is_the_config(tmp_path, capsys):
     expected = {**IN_YAML["init_args"], "find_unused_parameters": False, "start_method": "popen"}
     assert expected.items() <= of_strategy.items()
     assert printed[0] == printed[1]
-
-
-SCRIPT = """
-import sys
-
-sys.path[:0] = {path!r}
-from lightning.pytorch import Trainer
-from test_selection import QUIET, Job
-
-import lightning_gradavg
-
-if __name__ == "__main__":
-    Trainer(strategy="gradavg_spawn", **QUIET).fit(Job({out!r}))
-"""
-
-
-@pytest.mark.full
-def test_a_name_starts_processes_in_another_way(tmp_path):
-    """Case 25 (a, e): after the import. The quick start trains with an instance, and the pages fork."""
-    (tmp_path / "job.py").write_text(SCRIPT.format(path=sys.path, out=str(tmp_path)))
-    code, printed = run_script(tmp_path / "job.py")
-    assert 0 == code, printed
-    assert_trained(tmp_path, MEAN)
