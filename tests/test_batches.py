@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,8 +31,9 @@ from orders import (
 )
 from ranks import grid
 from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data._utils.pin_memory import pin_memory
 
-from lightning_gradavg.batches.chunks import Chunk, Split, chunk_bounds, cut_pieces
+from lightning_gradavg.batches.chunks import Chunk, Collated, Split, chunk_bounds, cut_pieces
 from lightning_gradavg.batches.loader import SplitLoader
 from lightning_gradavg.ranks import World
 
@@ -177,6 +179,12 @@ def test_all_arguments_of_the_loader_are_kept() -> None:
     assert copy.batch_sampler is loader.batch_sampler
     again = split(copy)
     assert again.loader is loader, "a CombinedLoader of a user, split in an earlier run, is split anew"
+
+
+def test_what_workers_send_can_be_pinned() -> None:
+    """`torch` pins memory inside what the copy of the loader yields, and leaves the rest as it is."""
+    sent = pin_memory(Collated(3, b"digest", Mock(**{"pin_memory.return_value": "pinned"})))
+    assert (3, b"digest", "pinned") == (sent.rows, sent.key, sent.part)
 
 
 def flagged(value: Any) -> Any:

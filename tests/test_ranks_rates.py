@@ -46,8 +46,6 @@ def schedulers(optimizer: Any, trainer: Any, noting: Noting) -> dict[str, Any]:
 
 
 class Noting(Callback):
-    """Notes what parameter groups hold at every moment of a run."""
-
     def __init__(self) -> None:
         self.held: dict[str, list[list[dict[str, Any]]]] = {}
 

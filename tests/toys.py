@@ -245,8 +245,6 @@ def same_everywhere(seen: Sequence[Seen]) -> Seen:
 
 
 class OfTrainer:
-    """Manual optimization, within a training step of a module."""
-
     def __init__(self, module: LightningModule) -> None:
         self.optimizer: Any = module.optimizers()
         self.backward = module.manual_backward

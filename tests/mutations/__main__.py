@@ -30,8 +30,6 @@ TIMEOUT_S = 900
 
 @dataclass(frozen=True)
 class Mutation:
-    """A planted defect: a row of a table."""
-
     area: str
     breaks: str
     file: str
