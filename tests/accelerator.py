@@ -188,7 +188,6 @@ _LIBRARIES: list[torch.library.Library] = []
 
 @cache
 def load() -> None:
-    """Register the device in this process, for good."""
     backend_registration._setup_privateuseone_for_python_backend("sim", _module())
     every, aten, c10d = (torch.library.Library(name, "IMPL") for name in ("_", "aten", "c10d"))
     _LIBRARIES.extend((every, aten, c10d))

@@ -364,7 +364,6 @@ def _end(body: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 
 
 def _in_step() -> None:
-    """Check that this collective meets itself on the other ranks."""
     seen = torch.zeros(dist.get_world_size())
     seen[dist.get_rank()] = 1.0
     dist.all_reduce(seen)

@@ -103,8 +103,6 @@ LAST = 3
 
 
 class Net(Toy):
-    """A weight, and batches for all that is looked at."""
-
     def __init__(self) -> None:
         super().__init__(weight=lambda batch, batch_idx: len(batch), dtype=torch.float32)
 
@@ -158,7 +156,6 @@ JOURNEYS: Mapping[str, tuple[dict[str, Any], type[Net], Any, str]] = {
 
 
 def travelled(name: str) -> list[Arrow]:
-    """Body: go on a journey, and return what was seen on this rank."""
     options, module, looks, run = JOURNEYS[name]
     callbacks = [between(*looks)] if looks else []
     trainer = make_trainer(GradAvgStrategy(**options), max_epochs=1, callbacks=callbacks, limit_val_batches=6)

@@ -219,7 +219,6 @@ def rows(samples: int, seed: int) -> Tensor:
 
 
 def batches_of_rank(count: int) -> list[Tensor]:
-    """Return this rank's batches, of as many samples as the table says."""
     rank = dist.get_rank()
     return [rows(SAMPLES[number % len(SAMPLES)][rank], 100 * rank + number) for number in range(count)]
 
@@ -258,7 +257,6 @@ def on_cpu(tensors: Sequence[Tensor]) -> Outcome:
 
 
 def evaluate(path: Path, device: str, counts: Mapping[str, Count]) -> Found:
-    """Validate and predict, and return what one process would log and predict."""
     module = Evaluated(plain)
     trainer = trainer_on(device, path, GradAvgStrategy(**path.options))
     loader: Any = DataLoader(rows(7, 1), batch_size=2)
@@ -359,7 +357,6 @@ def perform(name: str, device: str, counts: Mapping[str, Count]) -> Found:
 
 
 def on_sim(name: str) -> Found:
-    """Body: run a path, and count waits at lines of the package."""
     with waits() as found:
         return perform(name, "sim", {"waits": lambda: sum(line.startswith(PACKAGE) for line in found)})
 

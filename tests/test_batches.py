@@ -149,12 +149,17 @@ def test_worker_processes_change_nothing(world, kind, world_size) -> None:
     assert_as_one_process(world(world_size), Order(kind, 22, 8), [7, 8, 7], [0] * 3, **cut)
 
 
+class Noise(Augmented):
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(())
+
+
 def noise(workers: int, generator: int | None) -> list[float]:
-    """Body: return the first number that each of the rank's samples of a batch drew."""
+    """Body: return what the rank's samples of a batch drew."""
     seed(7)
     own = None if generator is None else torch.Generator().manual_seed(generator)
-    loader = split(DataLoader(Augmented(8), 8, collate_fn=list, num_workers=workers, generator=own), World.of(None))
-    return [numbers[0].item() for batch in loader for _, numbers in batch]
+    loader = split(DataLoader(Noise(8), 8, num_workers=workers, generator=own), World.of(None))
+    return [number for batch in loader for number in batch.tolist()]
 
 
 @pytest.mark.parametrize(("workers", "generator"), [(0, None), (1, None), (1, 5)])

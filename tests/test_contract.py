@@ -143,7 +143,6 @@ def test_exit_codes(arguments, code, commands, capsys):
 
 
 def test_the_json_of_plan(capsys):
-    """The keys of `gradavg plan --json`, schema 2."""
     arguments = "plan --batch-size 8 --lr 0.1 --optimizer adamw --devices-per-node 3 --nodes 2 --dataset-size 99 --json"
     assert 0 == main(arguments.split())
     plan = json.loads(capsys.readouterr().out)

@@ -92,7 +92,6 @@ def test_the_reference_is_the_public_interface() -> None:
 
 
 def cells_of(page: str, head: str) -> list[list[str]]:
-    """Return the rows of the table of a page that has this head."""
     lines = (ROOT / "docs" / page).read_text("utf-8").partition(f"{head}\n")[2].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in takewhile(bool, lines)][1:]
 

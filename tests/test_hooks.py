@@ -28,7 +28,6 @@ SIZES = (1, 7, 1000, *range(8, 28), 300_001)
 
 
 def bucket_of(buffer: Tensor, *, last: bool = True) -> Any:
-    """Return what a hook reads of a bucket of DDP."""
     return mock.Mock(**{"buffer.return_value": buffer, "is_last.return_value": last})
 
 
@@ -171,7 +170,6 @@ def test_stock_ddp(world, name, nodes, views):
 
 
 def sparse() -> Any:
-    """Body: each rank has a row of its own."""
     rank = dist.get_rank()
     index, value = torch.tensor([[rank]]), torch.tensor([2.0 + rank])
     bucket = torch.sparse_coo_tensor(index, value, (3,), check_invariants=True).coalesce()

@@ -23,8 +23,6 @@ CHANNELS = 3
 
 
 class Network(nn.Module):
-    """Three batch norms, of which two may be recomputed in the backward."""
-
     def __init__(self, use_reentrant: bool | None = None) -> None:
         super().__init__()
         torch.manual_seed(3)

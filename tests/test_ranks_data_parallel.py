@@ -112,8 +112,6 @@ class RowsByHand(Rows):
 
 
 class Ignored(Model):
-    """Has a hook that only presets call."""
-
     def training_step_end(self, outputs: Any) -> Any:
         raise AssertionError
 
@@ -195,7 +193,6 @@ def test_what_cannot_be_reproduced_is_an_error_on_all_ranks(world, error, kind, 
 
 
 def remarked(kind: Kind, strategy: Options, text: str) -> int:
-    """Body: return how many warnings contain a text."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fitted(kind, strategy, ONE_BATCH)

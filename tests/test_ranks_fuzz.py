@@ -205,7 +205,6 @@ def outcome(drawn: Drawn) -> Grads | str:
 
 
 def judged(drawn: Drawn, first: Any, *others: Any) -> str | None:
-    """Return what is wrong with the outcomes of a row on all ranks, or None."""
     if isinstance(first, str):
         return None if drawn.may_raise else f"raised without reason: {first}"
     if any(repr(other) != repr(first) for other in others):

@@ -237,7 +237,6 @@ class Towers(Recorded):
 
 
 def single_process() -> tuple[float, Tensor]:
-    """Return the loss, and its gradient for the matrix and then the scale."""
     towers = Towers()
     loss = towers.loss(*towers.features((A, B)))
     return loss.item(), flat([*torch.autograd.grad(loss, [towers.m, towers.scale])])

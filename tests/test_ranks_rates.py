@@ -150,7 +150,6 @@ def run(
 
 
 def scaled(group: dict[str, Any], factor: float, scale: float) -> dict[str, Any]:
-    """Return by the published formulas what an unscaled run's group becomes."""
     found = {"lr": approx(group["lr"] * factor)}
     if "betas" in group:
         moved = tuple(approx(1 - scale * (1 - beta)) for beta in group["betas"])

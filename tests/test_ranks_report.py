@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -44,7 +46,6 @@ def observe(*run: Any, **options: Any) -> list[StepReport]:
 
 
 def agreed(of_ranks: Sequence[Sequence[StepReport]], steps: int = 1) -> Sequence[StepReport]:
-    """Assert that all ranks report the same, and return it."""
     assert [steps] * len(of_ranks) == [len(reports) for reports in of_ranks]
     for reports in of_ranks[1:]:
         assert [str(report) for report in reports] == [str(report) for report in of_ranks[0]]
@@ -127,8 +128,6 @@ def test_loss_and_norms(world, name):
 
 
 class Detector(Toy):
-    """Case 9: two named terms."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         of_terms = {"cls": batch[batch < 10], "box": batch[batch >= 10] - 10}
         losses = {name: (of_term * self.w).mean() for name, of_term in of_terms.items()}
@@ -207,6 +206,32 @@ def test_how_often(world, every, log_every, steps):
     batches, monitor = [[[index] for index in range(1, 15)]] * 2, {"every_n_steps": every, "check_data": False}
     for rows in world(2).run(monitored, batches, monitor, **options):
         assert steps == [step for step, _ in rows]
+
+
+COLLECTIVES = [(dist, "all_reduce"), (dist, "all_gather"), (dist, "all_gather_object")]
+HOOKS = [(torch.Tensor, "register_post_accumulate_grad_hook"), (torch.Tensor, "register_hook")]
+
+
+def count_work(per_rank: Sequence[Any], monitors: Sequence[GradAvgMonitor]) -> list[int]:
+    """Body: train, and return how many collectives Python started, and how many hooks it registered."""
+    with ExitStack() as stack:
+        counts = [
+            [
+                stack.enter_context(mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name)))
+                for owner, name in kind
+            ]
+            for kind in (COLLECTIVES, HOOKS)
+        ]
+        train(per_rank, callbacks=monitors)
+        return [sum(each.call_count for each in kind) for kind in counts]
+
+
+def test_steps_that_are_not_logged_do_nothing(world):
+    """A logged step costs one exchange and one hook per parameter; 12 steps with 2 of them logged cost twice that."""
+    batches, monitors = [[[index] for index in range(12)]] * 2, [GradAvgMonitor(6, check_data=False)]
+    alone, watched = (world(2).run(count_work, batches, each) for each in ([], monitors))
+    for (collectives, hooks), found in zip(alone, watched, strict=True):
+        assert [collectives + 2, hooks + 2] == found
 
 
 def shown_metrics(prog_bar: bool) -> tuple[set[str], set[str]]:

@@ -86,15 +86,6 @@ def test_several_loaders_are_read_as_in_stock_lightning(world, mode, kind, sizes
     assert approx(stock.weight) == ranks[0].weight
 
 
-def test_replicas_of_several_loaders_are_those_of_one_process(world):
-    """Every replica gets its part of each loader's batch, whose samples draw, in the structure of the loaders."""
-    read = [Order("augmented", 16, 8), Order("augmented", 21, 7)]
-    options: dict[str, Any] = {"max_epochs": 2, "mode": "min_size"}
-    one, *others = (world(size).run(fit, read, {"num_replicas": 4}, **options) for size in (1, 2, 3, 4))
-    assert [[8, 7]] * 4 == [[len(rows) for rows in batch] for *_, (batch,) in together(one)]
-    assert all(together(one) == together(ranks) for ranks in others)
-
-
 def changed(batch: Any, device: Any, index: int) -> Any:
     return batch[1:]
 

@@ -71,8 +71,6 @@ def test_invariance_grid(world, ranks, accumulation, reduction):
 
 
 class Stepped(Recorded):
-    """Its training step is a function of the module and of the batch."""
-
     def __init__(
         self, step: Callable[[Any, Any], Any], net: Callable[[], nn.Module] = One, by_hand: bool = False
     ) -> None:

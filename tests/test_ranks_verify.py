@@ -118,7 +118,6 @@ class Texts(nn.Module):
 
 
 def entropy(call: Callable[[Any, Tensor], Tensor] = lambda net, x: net(x), **options: Any) -> OfStep:
-    """Return a step that calls the layers in a way of its own."""
     return lambda module, batch: cross_entropy(call(module.net, batch[0]), batch[1], **options)
 
 

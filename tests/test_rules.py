@@ -1,16 +1,11 @@
-"""Rules, whose numbers by hand are in `cases.py`, and the places of ranks."""
+"""Rules and their names; their numbers by hand are in `cases.py`."""
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
-import torch.distributed as dist
 from cases import root
-from ranks import on_ranks
 
-from lightning_gradavg.place import Place, node_from_environment, places_on_nodes
-from lightning_gradavg.ranks import Contribution, World, _end, _end_in_order
+from lightning_gradavg.place import Place
 from lightning_gradavg.rules import RULES, Rule, Share, resolve_rule, share_of
 
 ROOT = resolve_rule(root)
@@ -36,77 +31,3 @@ def test_names_and_functions_are_rules() -> None:
         assert (name, True) == (rule.name, "sum(" in rule.formula)
     assert {"weighted_mean", "normalized_sum"} == {rule.name for rule in RULES.values() if rule.uses_weight}
     assert ("root", True, True) == (ROOT.name, ROOT.uses_weight, "root" in ROOT.formula)
-
-
-def alike() -> Contribution:
-    rank = dist.get_rank()
-    return Contribution(["equal"], [7, 7], 0.1 * rank, rank // 2)
-
-
-def unlike() -> Contribution:
-    return alike()._replace(details=[7, dist.get_rank()])
-
-
-@on_ranks(3)
-def test_exchanges() -> None:
-    """Every rank gets the rows of all in rank order, the value of the first, and everybody's place."""
-    rank = dist.get_rank()
-    group = dist.new_group([0, 2])
-    worlds = {World.of(None): [0, 1, 2], (World() if rank == 1 else World.of(group)): [1] if rank == 1 else [0, 2]}
-    for world, ranks in worlds.items():
-        assert (world.rank, world.size) == (ranks.index(rank), len(ranks))
-        assert [[2**60 + one] for one in ranks] == world.gather_integers([2**60 + rank])
-        assert [[0.1 * one] for one in ranks] == world.gather_floats([0.1 * rank])
-        assert [{"rank": one} for one in ranks] == world.gather_objects({"rank": rank})
-        assert ranks[0] == world.from_first(rank)
-        nodes, weights = [one // 2 for one in ranks], [0.1 * one for one in ranks]
-        assert places_on_nodes(nodes) == world.places(rank // 2)
-        for bring, details in ((alike, [[7, 7]] * len(ranks)), (unlike, [[7, one] for one in ranks])):
-            assert (bring(), (nodes, weights, details)) == world.agree("refused", bring)
-    if rank != 1:
-        dist.destroy_process_group(group)
-
-
-@on_ranks()
-def test_a_process_among_others_settles_once_at_its_exit() -> None:
-    """Threads of gloo have a moment for what they do with the interpreter, or they may abort the process."""
-    _end_in_order.cache_clear()
-    with mock.patch("atexit.register") as register:
-        World.of(None)
-        World.of(None)
-    register.assert_called_once_with(_end)
-    with mock.patch("time.sleep") as sleep, mock.patch("torch.distributed.destroy_process_group") as destroy:
-        _end()
-    sleep.assert_called_once_with(0.1)
-    destroy.assert_called_once_with()
-
-
-def test_places_on_uneven_nodes() -> None:
-    assert (Place(0, 4, 0, 3), Place(1, 4, 2, 1), Place(2, 4, 0, 3), Place(3, 4, 0, 3)) == places_on_nodes([0, 2, 0, 0])
-    assert () == places_on_nodes([])
-
-
-@pytest.mark.parametrize(
-    ("environ", "node"),
-    [
-        ({}, 0),
-        ({"NODE_RANK": "2"}, 2),
-        ({"SLURM_NODEID": "1", "NODE_RANK": "2"}, 1),
-        ({"GROUP_RANK": "3", "SLURM_NODEID": "1", "NODE_RANK": "2"}, 3),
-        ({"WORLD_SIZE": "4"}, 0),
-        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}, 0),
-        ({"MPI_LOCALNRANKS": "4", "PMI_SIZE": "4"}, 0),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "4", "GROUP_RANK": "1"}, 1),
-        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, None),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "4"}, None),
-        ({"MPI_LOCALNRANKS": "2", "PMI_SIZE": "4"}, None),
-    ],
-    ids=str,
-)
-def test_node_is_what_the_launcher_says(environ: dict[str, str], node: int | None) -> None:
-    """Where there are others that it says nothing of, that is an error."""
-    if node is None:
-        with pytest.raises(ValueError, match="set NODE_RANK"):
-            node_from_environment(environ)
-    else:
-        assert node == node_from_environment(environ)

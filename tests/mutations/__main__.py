@@ -38,7 +38,6 @@ class Mutation:
     tests: list[str]
 
     def planted(self, root: Path) -> str:
-        """Return the text of the file under `root` with the defect in it."""
         text = (root / self.file).read_text()
         if (found := text.count(self.old)) != 1:
             raise SystemExit(f"{self.breaks!r}: {self.old!r} occurs {found} times in {self.file}, not once")

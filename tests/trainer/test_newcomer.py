@@ -80,6 +80,7 @@ ONE, STOCK, VERDICT, FIX, *MORE = [
     Step("torchrun --nproc-per-node=2 train.py 2", CURVES[0]),
     Step("gradavg fit --config config.yaml --model train.py:Net", CURVES[0]),
 ]
+assert all(step.command in README for step in [ONE, STOCK, VERDICT, FIX, *MORE])
 
 
 def play(folder: str) -> str:

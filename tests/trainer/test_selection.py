@@ -75,13 +75,11 @@ def command(strategy: Any, more: list[str], folder: Path) -> None:
 
 
 def own_cli(strategy: Any, more: list[str], folder: Path) -> None:
-    """Train as a user's own LightningCLI does."""
     with mock.patch.object(sys, "argv", ["job.py", *in_config(folder, strategy), *more]):
         LightningCLI(save_config_callback=None)
 
 
 def hydra(strategy: Any, more: list[str], folder: Path) -> None:
-    """Train by a Trainer that Hydra builds, with its strategy nested in it."""
     trainer = {"_target_": "lightning.pytorch.Trainer", **QUIET, "strategy": strategy}
     instantiate(OmegaConf.create(trainer)).fit(Job(str(folder)))
 

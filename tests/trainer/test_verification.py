@@ -89,12 +89,6 @@ def test_a_run_that_fails_shows_the_last_line_of_the_user(tmp_path, monkeypatch,
     os.close(end)
 
 
-def test_a_wrong_target_is_one_line(capsys):
-    """What only the ranks can find out is one line, too."""
-    errors = verified(f"{HERE}:Toy", capsys=capsys, code=2)
-    assert "there is no training data: give --data train.py:data" in errors.splitlines()[-1]
-
-
 def test_an_instance_is_verified():
     """`verify` takes instances, sends them to the processes, and returns the report."""
     report = verify(Toy(loss="sum"), DataLoader(ROWS[:16], 4), strategy="gradavg_sum", steps=2, max_epochs=1)

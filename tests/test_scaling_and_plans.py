@@ -145,7 +145,6 @@ def make(kind: str) -> torch.optim.Optimizer:
 
 
 def moving(groups: Any) -> list[dict[str, Any]]:
-    """Return what a scaling may move of each group."""
     held = [{name: group[name] for name in ("lr", "betas", "eps") if name in group} for group in groups]
     return [{**group, "lr": float(group["lr"])} for group in held]
 
@@ -167,7 +166,6 @@ def attached(
 
 
 def counted_by(rates: Rates) -> Any:
-    """Return the steps of each optimizer that a checkpoint holds."""
     saved: dict[str, Any] = {}
     rates.save(saved, {})
     return saved["rates"]["steps"]
