@@ -8,7 +8,6 @@ import math
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from inspect import signature
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
-from ranks import make_trainer
+from ranks import PLAIN_DATA_ONLY, make_trainer
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader
@@ -258,10 +257,8 @@ def fit(
         enable_checkpointing=keep is not None,
         **{"max_epochs": 3, "num_sanity_val_steps": 0, **options},
     )
-    # lightning 2.5 has no such argument, and loads everything.
-    plain_data_only: Any = {"weights_only": True} if "weights_only" in signature(trainer.fit).parameters else {}
     with contextlib.suppress(EndError, KeyboardInterrupt, SystemExit):
-        trainer.fit(module, ckpt_path=resume, **plain_data_only)
+        trainer.fit(module, ckpt_path=resume, **PLAIN_DATA_ONLY)
     callbacks[0].reach(trainer, "after")  # type: ignore[attr-defined]  # the first is Acting
     loaded = [getattr(getattr(each, "dataset", None), "loaded", None) for each in module.made]
     batches = trainer.fit_loop.epoch_loop.batch_progress.total.completed

@@ -31,7 +31,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import combinations, product
-from multiprocessing import connection, forkserver, get_context, set_start_method
+from multiprocessing import connection, forkserver, get_context, resource_tracker, set_start_method
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -56,6 +56,8 @@ GLOO_TIMEOUT = 20.0
 CALL_TIMEOUT = 60.0
 # How long after the first failure a death may arrive that explains it; the peers of a dead rank raise, too.
 ROOT_CAUSE_WINDOW = 0.1
+# lightning 2.5 has no such argument, and loads everything.
+PLAIN_DATA_ONLY: Any = {"weights_only": True} if "weights_only" in inspect.signature(Trainer.fit).parameters else {}
 PRELOAD = ("torch", "numpy", "pytest", "lightning.pytorch", "lightning_gradavg", "ranks")
 
 
@@ -87,11 +89,6 @@ class _Reply(NamedTuple):
     is_lost: bool = False
 
 
-def _set_num_threads(number: int) -> None:
-    if torch.get_num_threads() != number:
-        torch.set_num_threads(number)
-
-
 _SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (Path.cwd, os.chdir),
@@ -99,7 +96,7 @@ _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (torch.get_num_threads, _set_num_threads),
+    (torch.get_num_threads, torch.set_num_threads),
     *((functools.partial(signal.getsignal, number), functools.partial(signal.signal, number)) for number in _SIGNALS),
 ]
 """How to read and to set each process-wide setting that Lightning, torch or a test body may change."""
@@ -110,7 +107,7 @@ def isolated() -> Iterator[None]:
     """Begin with the same random state, and put every process-wide setting back after the block."""
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002  # the generator that Lightning and users' code draw from
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` notes the stack for each kind of device
     before = [read() for read, _ in _SETTINGS]
     path, settings_of_rank_zero = mock.patch.object(sys, "path", [*sys.path]), mock.patch.dict(vars(rank_zero_only))
     try:
@@ -277,18 +274,31 @@ def _rank_environ() -> dict[str, str]:
 
 def ensure_forkserver() -> None:
     """Start the process that ranks are forked from, with everything heavy and the collected test modules imported."""
-    for name in PRELOAD:  # a broken module fails here, with its traceback, and not as a dead fork server
-        importlib.import_module(name)
-    tests = [
-        name
-        for name, module in list(sys.modules.items())
-        if name.startswith("test_") and Path(getattr(module, "__file__", None) or "/").is_relative_to(TESTS)
-    ]
-    forkserver.set_forkserver_preload([*PRELOAD, *tests])
+    forkserver.set_forkserver_preload([*PRELOAD, *(name for name in sys.modules if name.startswith("test_"))])
     # Without the fix of python/cpython#117378 (3.12.8, 3.13.1) the fork server gets the environment but not sys.path.
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    with mock.patch.dict(os.environ, {**_rank_environ(), "PYTHONPATH": path}):
+    forks = sys.platform == "linux" and not torch.cuda.is_available()  # CUDA cannot be used in a fork
+    resource_tracker.ensure_running()
+    with (
+        mock.patch.dict(os.environ, {**_rank_environ(), "PYTHONPATH": path}),
+        mock.patch("multiprocessing.util.spawnv_passfds", _forked) if forks else contextlib.nullcontext(),
+    ):
         forkserver.ensure_running()
+
+
+def _forked(executable: bytes, arguments: list[str], descriptors: Sequence[int]) -> int:
+    """Run what Python would be started with in a fork, where all is imported already, which takes seconds."""
+    if process := os.fork():
+        return process
+    try:
+        for descriptor in {int(path.name) for path in Path("/dev/fd").iterdir()} - {0, 1, 2, *descriptors}:
+            with contextlib.suppress(OSError):  # the one that listed them
+                os.close(descriptor)
+        warnings.resetwarnings()  # those of tests are errors
+        forkserver._forkserver.__init__()  # type: ignore[misc]  # its lock is held, and processes may have their own
+        exec(arguments[-1])  # the call of the fork server's `main`
+    finally:
+        os._exit(0)
 
 
 def _serve(

@@ -13,7 +13,7 @@ import torch
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch import seed_everything
 from lightning.pytorch.strategies import StrategyRegistry
-from ranks import make_trainer
+from ranks import PLAIN_DATA_ONLY, make_trainer
 from torch.utils.data import DataLoader
 from toys import Memory, Toy
 
@@ -215,9 +215,7 @@ def train_kept(resume: str | None) -> Any:
         max_epochs=2,
         accumulate_grad_batches=2,
     )
-    # lightning 2.5 has no such argument, and loads everything.
-    plain_data_only: Any = {"weights_only": True} if "weights_only" in signature(trainer.fit).parameters else {}
-    trainer.fit(model, ckpt_path=resume, **plain_data_only)
+    trainer.fit(model, ckpt_path=resume, **PLAIN_DATA_ONLY)
     return model.w.item(), model.rates
 
 
