@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
+from itertools import compress, repeat
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from torch import Tensor
 from torch.utils import backend_registration
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = ["AVAILABLE", "BACKEND", "SimAccelerator", "alone_on_a_gpu", "load", "waits"]
 
@@ -79,51 +79,61 @@ def _on_host(value: Any) -> Any:
     return _same_memory(value, _ON_CPU) if value.numel() else torch.empty(value.shape, dtype=value.dtype)
 
 
-def _on_sim(value: Tensor) -> Tensor:
-    return value if _is_sim(value) else _same_memory(value, _ON_SIM)
+def _on_sim(value: Any) -> Any:
+    return _same_memory(value, _ON_SIM) if isinstance(value, Tensor) and not _is_sim(value) else value
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """Return what an operator takes or gives with each value changed: torch's own trees take longer than operators."""
+    return type(value)(_mapped(change, one) for one in value) if type(value) in {list, tuple} else change(value)
+
+
+@cache
+def _declared(op: Any) -> tuple[list[str], list[bool], list[str], bool, bool]:
+    """Return names of arguments, which are one tensor, which are written, if devices may differ, and if it waits."""
+    name, arguments = op._schema.name, op._schema.arguments
+    return (
+        [one.name for one in arguments],
+        [str(one.type) == "Tensor" for one in arguments],
+        [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write],
+        name.startswith(("aten::copy_", "aten::index", "aten::_foreach_", "aten::_fused_")),
+        # The host must know the size or value of a result before it goes on. Of the masks of `index`, torch has made
+        # indices with a `nonzero` of its own.
+        name != "aten::index"
+        and not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(op.tags),
+    )
 
 
 def _compute(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator on the CPU, in the device's memory: the kernel of all that have none of their own."""
-    _require_one_device(op, args, kwargs)
-    host_args, host_kwargs = tree_map(_on_host, (args, kwargs))
+    names, takes_tensor, written, differ, waits = _declared(op)
+
+    def on_host(value: Any) -> Any:
+        # Beside tensors of the device an operator takes numbers of the host, and few take more; as on CUDA.
+        if isinstance(value, Tensor) and value.dim() and not (differ or _is_sim(value)):
+            raise RuntimeError(f"Expected all tensors to be on the same device, but {op} got {value.device} and sim")
+        return _on_host(value)
+
+    host_args, host_kwargs = _mapped(on_host, args), {name: _mapped(on_host, each) for name, each in kwargs.items()}
+    # Torch hands on a number as a number where the operator takes a tensor, and another of its name takes it.
+    numbers = any(map(isinstance, compress(args, takes_tensor), repeat((int, float))))
     with torch.no_grad():
-        # Torch hands on a number as a number where the operator takes a tensor, and another of its name takes it.
-        numbers = any(
-            str(one.type) == "Tensor" and isinstance(value, (int, float))
-            for one, value in zip(op._schema.arguments, args, strict=False)
-        )
         found = (op.overloadpacket if numbers else op)(*host_args, **host_kwargs)
-    if _must_wait(op, args):
+    by_mask = op._schema.name == "aten::_index_put_impl_" and any(
+        index is not None and index.dtype == torch.bool for index in args[1]
+    )
+    if waits or by_mask:
         _note()
     if op.namespace == "c10d":
-        tree_leaves(found)[-1].wait()  # the exchange is over when it was launched, and the host is not told to wait
-        return tree_map_only(Tensor, _on_sim, found)
-    names = [one.name for one in op._schema.arguments]
+        work = found[-1] if isinstance(found, tuple) else found
+        work.wait()  # the exchange is over when it was launched, and the host is not told to wait
+        return _mapped(_on_sim, found)
     given, of_host = (dict(zip(names, a, strict=False)) | k for a, k in ((args, kwargs), (host_args, host_kwargs)))
-    written = [one.name for one in op._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
     for name in written:
         # A result of size 0 is one that the operator makes as large as it needs.
         if isinstance(given[name], Tensor) and given[name].shape != of_host[name].shape:
             given[name].data = _on_sim(of_host[name])
-    return given[written[0]] if written else tree_map_only(Tensor, _on_sim, found)
-
-
-def _require_one_device(op: Any, args: Any, kwargs: Any) -> None:
-    """Beside tensors of the device an operator takes numbers of the host, and few take more; as on CUDA."""
-    tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-    others = [one for one in tensors if not _is_sim(one) and one.dim()]
-    if others and not op._schema.name.startswith(("aten::copy_", "aten::index", "aten::_foreach_", "aten::_fused_")):
-        raise RuntimeError(f"Expected all tensors to be on the same device, but {op} got {others[0].device} and sim")
-
-
-def _must_wait(op: Any, args: Any) -> bool:
-    """Return whether the host must know the size or value of a result, or where a mask is true, before it goes on."""
-    name, tags = op._schema.name, {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-    if name == "aten::_index_put_impl_":
-        return any(index is not None and index.dtype == torch.bool for index in args[1])
-    # Torch has turned the masks of `index` into indices, with a `nonzero` of its own.
-    return name != "aten::index" and not tags.isdisjoint(op.tags)
+    return given[written[0]] if written else _mapped(_on_sim, found)
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
