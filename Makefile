@@ -32,7 +32,7 @@ $(READY): pyproject.toml constraints.txt
 
 test: $(READY)  ## Lint, check types, run the tests, of grids all pairs; PYTEST_ARGS is passed on
 	($(LINT)) & lint=$$!; \
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS); tests=$$?; \
+	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal $(PYTEST_ARGS); tests=$$?; \
 	wait $$lint && exit $$tests
 
 test-all: override PYTEST_ARGS += -m ''
