@@ -142,7 +142,7 @@ class Model(LightningModule):
     def data(self) -> tuple[Tensor, Tensor]:
         return self.draw(13), self.draw(4)
 
-    def loader(self, sizes: Sequence[int] = BATCH_SIZES, times: int = 2, **options: Any) -> DataLoader[Any]:
+    def loader(self, sizes: Sequence[int] = BATCH_SIZES, times: int = 1, **options: Any) -> DataLoader[Any]:
         """Return batches of these sizes, several times, of samples in another order each time."""
         draw = torch.Generator().manual_seed(71)  # some replicas have no weight, and each batch has some
         orders = [torch.randperm(SAMPLES, generator=draw)[: sum(sizes)] for _ in range(times)]

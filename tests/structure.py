@@ -12,7 +12,6 @@ package into another on each journey of rank 0 of 2.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import gc
 import io
@@ -67,11 +66,8 @@ def sizes() -> dict[str, Counter[str]]:
     return {**found, "all": sum(found.values(), Counter())}
 
 
-Arrow = tuple[str, str, str]
-"""A call between files: from where ("outside" where no file of the package calls), to where, and the function."""
-
-ARROWS: list[Arrow] = []
-"""The arrows of this process, which sees one journey at a time."""
+ARROWS: list[tuple[str, str]] = []
+"""The calls between files on a journey: from where ("outside" where no file of the package calls), and to where."""
 
 
 def file_of(frame: FrameType | None) -> str:
@@ -84,7 +80,7 @@ def file_of(frame: FrameType | None) -> str:
 def look(frame: FrameType, event: str, _: object) -> None:
     if event == "call" and frame.f_code.co_filename.startswith(f"{ROOT}{os.sep}"):
         source, target = file_of(frame.f_back), file_of(frame)
-        ARROWS.extend([(source, target, frame.f_code.co_name)] if source != target else ())
+        ARROWS.extend([(source, target)] if source != target else ())
 
 
 def start() -> None:
@@ -155,7 +151,7 @@ JOURNEYS: Mapping[str, tuple[dict[str, Any], type[Net], Any, str]] = {
 }
 
 
-def travelled(name: str) -> list[Arrow]:
+def travelled(name: str) -> list[tuple[str, str]]:
     options, module, looks, run = JOURNEYS[name]
     callbacks = [between(*looks)] if looks else []
     trainer = make_trainer(GradAvgStrategy(**options), max_epochs=1, callbacks=callbacks, limit_val_batches=6)
@@ -169,20 +165,14 @@ def travelled(name: str) -> list[Arrow]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.structure", description="How the package is built.")
-    parser.add_argument("--arrows", metavar="NAME", help="print every call between files on this journey instead")
-    given = parser.parse_args()
-    if given.arrows is None:
-        _print("folder", "files", "lines", "code", "branches", "per 100")
-        for folder, size in sizes().items():
-            _print(folder, *size.values(), f"{100 * size['branches'] / size['code']:.1f}")
+    _print("folder", "files", "lines", "code", "branches", "per 100")
+    for folder, size in sizes().items():
+        _print(folder, *size.values(), f"{100 * size['branches'] / size['code']:.1f}")
     _print("\njourney on rank 0 of 2", "files", "calls")
     with closing(RankPool(2)) as pool:
-        for name in [given.arrows] if given.arrows else JOURNEYS:
+        for name in JOURNEYS:
             arrows = pool.run(travelled, name)[0]
-            for arrow in arrows if given.arrows else ():
-                _print(*arrow)
-            _print(name, len({target for _, target, _ in arrows}), len(arrows))
+            _print(name, len({target for _, target in arrows}), len(arrows))
 
 
 def _print(name: object, *cells: object) -> None:

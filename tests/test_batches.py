@@ -127,7 +127,7 @@ PER_RANK = st.tuples(*[st.sampled_from([7, 8])] * 4), st.tuples(*[st.integers(0,
 """The seed of each rank, and how many numbers it draws before its first batch."""
 
 
-@settings(max_examples=75)
+@settings(max_examples=50)
 @given(
     world_size=st.integers(1, 4),
     whole=st.booleans(),

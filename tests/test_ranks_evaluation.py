@@ -252,7 +252,7 @@ def run(
 
 
 KINDS = ["indexed", "shuffled", "unbatched", "plain", "stream", "several"]
-SIZES = [(10, 1), (10, 4), (1, 1), (12, 1)]  # samples, batch size; some with fewer batches than ranks
+SIZES = [(5, 1), (10, 4), (1, 1), (12, 1)]  # samples, batch size; some with fewer batches than ranks
 TWICE = {"max_epochs": 2}
 RELOADED = {**TWICE, "reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": 2, "split_batches": True}
 SHARED = {"use_distributed_sampler": False}

@@ -219,7 +219,7 @@ def judged(drawn: Drawn, first: Any, *others: Any) -> str | None:
 
 
 @pytest.mark.parametrize(
-    "first", [pytest.param(first, marks=[pytest.mark.full] * (first >= 100)) for first in range(0, 500, IN_ONE_CALL)]
+    "first", [pytest.param(first, marks=[pytest.mark.full] * (first >= 80)) for first in range(0, 500, IN_ONE_CALL)]
 )
 def test_drawn_rows_have_the_gradients_of_one_process_or_raise_together(world, first):
     seeds = range(first, first + IN_ONE_CALL)

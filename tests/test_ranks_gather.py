@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ranks import Raised, on_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from toys import AWARE, Recorded, approx, flat, train
+from toys import AWARE, WEIGHTED, Recorded, approx, flat, train
 
 from lightning_gradavg import average_gradients
 from lightning_gradavg.reduction.gather import gather, losses_weighed
@@ -151,25 +151,23 @@ def test_group():
 
 X = torch.ones(1, 2)
 # What each of two ranks gives instead of one row, and what both are told.
+# fmt: off
 MISUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "bad on one rank": ({"tensors": 3}, {}, "gather cannot proceed, on rank 0: tensors must be a tensor, or a tuple"),
     "shapes": (
-        {},
-        {"tensors": torch.ones(1, 3)},
-        "gather cannot proceed: tensors of shape (rows, 2) and torch.float32 on rank 0; tensors of shape (rows, 3) and",
-    ),
+        {}, {"tensors": torch.ones(1, 3)},
+        "gather cannot proceed: tensors of shape (rows, 2) and torch.float32 on rank 0; tensors of shape (rows, 3)"),
     "structure": ({}, {"tensors": (X, X)}, "torch.float32 on rank 0; tensors[0] of shape (rows, 2) and torch.float32 "),
     "rule": ({}, {"reduction": "sum"}, "reduction='mean' on rank 0; reduction='sum' on rank 1. Pass the same"),
     "no_grad": ({}, {"grad": False}, "with gradients on rank 0; under torch.no_grad on rank 1. Pass the same"),
     "weight 0": (
-        {"reduction": "weighted_mean", "weight": 0},
-        {"reduction": "weighted_mean", "weight": 1},
-        "discards the gradient of a rank of weight 0, but there are rows on rank 0 that count",
-    ),
+        {**WEIGHTED, "weight": 0}, {**WEIGHTED, "weight": 1},
+        "discards the gradient of a rank of weight 0, but there are rows on rank 0 that count"),
     "a number": ({"tensors": torch.tensor(1.0)}, {}, "has no dimension to concatenate along: pass tensor.reshape(1)"),
     "no tensor": ({"tensors": {}}, {}, "there is no tensor in {}: pass at least one"),
     "sparse": ({"tensors": X.to_sparse()}, {}, "tensors must be a dense tensor, got layout torch.sparse_coo"),
 }
+# fmt: on
 
 
 def misuse(name: str) -> None:

@@ -68,7 +68,7 @@ class Scheduled(Toy):
     """Toy-Lin with two parameter groups, at 0.1 and 0.01, and a scheduler; `how` says how its optimizer steps."""
 
     def __init__(
-        self, how: str = "sgd", scheduler: str = "", batch: int = 2, size: int = 24, noting: Noting | None = None
+        self, how: str = "sgd", scheduler: str = "", batch: int = 2, size: int = 12, noting: Noting | None = None
     ) -> None:
         super().__init__()
         self.v = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
@@ -164,13 +164,13 @@ RATES: list[tuple[Any, ...]] = [
     # Case 20: local batches of 512 on two ranks.
     *(({"batch": 512, "size": 1024}, rule, 256, 0, {}, [4] * 2) for rule in ("linear", "sqrt", "none")),
     ({"batch": 512, "size": 1024}, "linear", 256, 0, {"accumulate_grad_batches": 2}, [8]),
-    ({}, "linear", 1, 0, {}, [4] * 12),
+    ({}, "linear", 1, 0, {}, [4] * 6),
     # Case 22.
-    ({"scheduler": "StepLR"}, "linear", 1, 0, {}, [4] * 12),
-    ({"scheduler": "OneCycleLR"}, "linear", 1, 5, {}, [4] * 12),
-    ({"scheduler": "ReduceLROnPlateau"}, "sqrt", 1, 5, {}, [4] * 12),
-    ({"how": "adam", "scheduler": "StepLR"}, "adam_sde", 1, 0, {}, [4] * 12),
-    ({"how": "adam", "scheduler": "OneCycleLR"}, "adam_sde", 1, 5, {}, [4] * 12),
+    ({"scheduler": "StepLR"}, "linear", 1, 0, {}, [4] * 6),
+    ({"scheduler": "OneCycleLR"}, "linear", 1, 5, {}, [4] * 6),
+    ({"scheduler": "ReduceLROnPlateau"}, "sqrt", 1, 5, {}, [4] * 6),
+    ({"how": "adam", "scheduler": "StepLR"}, "adam_sde", 1, 0, {}, [4] * 6),
+    ({"how": "adam", "scheduler": "OneCycleLR"}, "adam_sde", 1, 5, {}, [4] * 6),
     # An epoch at 0.1, and two of averaging at 0.05, which is a base rate.
     ({"size": 8}, "linear", 2, 0, {"max_epochs": 3, "callbacks": AVERAGING}, [2] * 12),
     ({"size": 8}, "linear", 4, 0, {"max_epochs": 2, "callbacks": LONGER}, [1] * 4 + [2] * 2),

@@ -237,16 +237,9 @@ def test_infeasible_values_are_refused_before_any_group_changes() -> None:
         assert before == moving(optimizer.param_groups)
 
 
-def test_one_global_batch_size() -> None:
-    """Case 23: a shared loader batch of 12 is 12 on any number of ranks; 3 on each of 4, accumulated twice, is 24."""
-    shared = [batch_scale([12], world_size=ranks, split_batches=True).global_batch_size for ranks in (1, 4, 5)]
-    assert shared == [12, 12, 12]
-    assert batch_scale([3], 2, world_size=4).global_batch_size == 24
-
-
 @given(factors=st.tuples(COUNTS, COUNTS, COUNTS), base_ranks=COUNTS, base=st.integers(1, 10**6))
 def test_scale_depends_on_the_global_batch_alone(factors: tuple[int, int, int], base_ranks: int, base: int) -> None:
-    """It is the ratio to the base batch; without one that of the ranks, also where a loader has no batch size."""
+    """Case 23. It is the ratio to the base batch; without one that of the ranks, also where no loader has a size."""
     total = math.prod(factors)
     for loader, ranks, window in itertools.permutations(factors):
         assert batch_scale([loader], window, world_size=ranks, base_batch_size=base) == BatchScale(total, base)
