@@ -45,11 +45,14 @@ from lightning.fabric.utilities import registry
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
+from torch.distributed import device_mesh
 
 from lightning_gradavg.lightning_internals import store_of_world
 
 # Each Trainer reads the metadata of every installed package in search of callbacks, as long as a short training takes.
 vars(registry)["entry_points"] = functools.cache(registry.entry_points)
+# A rank makes each group, and each mesh of groups, once: three threads of every group wake a hundred times a second.
+group_of = functools.cache(dist.new_group)
 
 TESTS = Path(__file__).resolve().parent
 GLOO_TIMEOUT = 20.0
@@ -325,6 +328,7 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends its ranks
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
+    vars(device_mesh)["init_device_mesh"] = functools.cache(device_mesh.init_device_mesh)
 
     def connect() -> None:
         if prepare is not None:

@@ -16,19 +16,7 @@ from hypothesis import strategies as st
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from noted import KINDS, Order
-from orders import (
-    ODD,
-    ORDERS,
-    WHOLE,
-    WORKERS,
-    Augmented,
-    Changing,
-    Graphs,
-    Sized,
-    Unsized,
-    listed,
-    seed,
-)
+from orders import ODD, ORDERS, WHOLE, WORKERS, Augmented, Changing, Graphs, Sized, Unsized, listed, seed
 from ranks import grid
 from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.data._utils.pin_memory import pin_memory

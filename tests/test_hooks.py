@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import group_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,7 +36,8 @@ def bucket_of(buffer: Tensor, *, last: bool = True) -> Any:
 def on_nodes(nodes: Sequence[int]) -> Iterator[None]:
     """Have the launcher tell of nodes, and the hooks ask anew."""
     hooks._NODES.clear()
-    with mock.patch.dict(os.environ, {"GROUP_RANK": str(nodes[dist.get_rank()])}):
+    once = mock.patch.object(dist, "new_group", lambda ranks, timeout: group_of((*ranks,), timeout))
+    with once, mock.patch.dict(os.environ, {"GROUP_RANK": str(nodes[dist.get_rank()])}):
         yield
     hooks._NODES.clear()
 

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.apply_func import apply_to_collection
 from orders import Sized
-from ranks import covering, grid, make_trainer, on_ranks
+from ranks import covering, grid, group_of, make_trainer, on_ranks
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
@@ -129,7 +129,7 @@ class Net(LightningModule):
         super().__init__()
         self.norm = nn.BatchNorm1d(1, dtype=torch.float64)
         self.kind, self.sizes, self.logs = kind, sizes, logs
-        self.group_0 = dist.new_group([0])
+        self.group_0 = group_of((0,))
         self.total = SumMetric(dist_sync_on_step=logs == "metric steps").set_dtype(torch.float64)
         self.mean, self.cat = (kind().set_dtype(torch.float64) for kind in (MeanMetric, CatMetric))
         self.lists = Lists()

@@ -134,12 +134,7 @@ class Scheduled(Toy):
         """Compute nothing."""
 
 
-def run(
-    model: dict[str, Any],
-    strategy: dict[str, Any],
-    callbacks: Sequence[Callback] = (),
-    **options: Any,
-) -> Any:
+def run(model: dict[str, Any], strategy: dict[str, Any], callbacks: Sequence[Callback] = (), **options: Any) -> Any:
     """Body: train, and return what the groups held at every moment, and the strategy."""
     noting, chosen = Noting(), GradAvgStrategy(**strategy)
     trainer = make_trainer(chosen, callbacks=[noting, *callbacks], **{**TRAINER, **options})

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from ranks import grid, make_trainer
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed import device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
@@ -58,7 +58,8 @@ def fsdp_gathered(net: Any, mesh: Any) -> Any:
 
 
 def hsdp(net: Any, mesh: Any) -> Any:
-    return fsdp(net, {"data_parallel": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))})
+    names = ("replicate", "shard")
+    return fsdp(net, {"data_parallel": device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)})
 
 
 def tp(net: Any, mesh: Any) -> Any:

@@ -44,11 +44,7 @@ OPTIONS: dict[str, tuple[list[Order], dict[str, Any], int]] = {
     "window of 2": (SHUFFLED, {"accumulate_grad_batches": 2, "max_epochs": 1}, 3),
     "scheduled window": (SHUFFLED, {"max_epochs": 2, "callbacks": SCHEDULE}, 8),
     "steps": (SHUFFLED, {"max_epochs": 5, "max_steps": 7}, 7),
-    "reloaded": (
-        SHUFFLED,
-        {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2, "val_check_interval": 0.5},
-        10,
-    ),
+    "reloaded": (SHUFFLED, {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2, "val_check_interval": 0.5}, 10),
     "epochs of a sampler": ([Order("epochs")], {"max_epochs": 2}, 10),
     "workers": ([Order("persistent workers")], {"max_epochs": 2}, 10),
     "two loaders": ([Order("shuffle"), Order("generator")], {"max_epochs": 1}, 5),

@@ -22,20 +22,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from orders import Augmented, Graphs
 from ranks import RankEnvironment
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
-    allreduce_hook,
-    fp16_compress_hook,
-)
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.nn.functional import cross_entropy, dropout, softplus
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    Subset,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 from toys import GATHERS, Toy
 
 from lightning_gradavg import GradAvgStrategy

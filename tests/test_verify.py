@@ -23,14 +23,7 @@ from lightning_gradavg.cli.lightning import read_names
 from lightning_gradavg.verify.draws import Draws
 from lightning_gradavg.verify.record import sketch
 from lightning_gradavg.verify.report import CAUSES, Difference, Finding, Report, explanation
-from lightning_gradavg.verify.run import (
-    Target,
-    imported,
-    of_values,
-    quiet_options,
-    require_memory,
-    resolve_strategy,
-)
+from lightning_gradavg.verify.run import Target, imported, of_values, quiet_options, require_memory, resolve_strategy
 from lightning_gradavg.verify.twin import difference
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -255,10 +248,7 @@ def init(**given):
         (lambda: verify(MLP, ignore=["dropout"]), "'dropout' is not a cause; choose from initial weights, "),
         (Target(lambda: of_values(lambda: nn.Linear(1, 1))).build, "got .* of type Linear"),
         (Target(lambda: of_values(MLP)).build, "there is no training data: give --data"),
-        (
-            lambda: require_memory(nn.Linear(10**8, 10**4, device="meta"), 2, double=True),
-            "2 processes need 8e.04 GB",
-        ),
+        (lambda: require_memory(nn.Linear(10**8, 10**4, device="meta"), 2, double=True), "2 processes need 8e.04 GB"),
         (lambda: init(lr="high"), "--init: .*lr.*float'>. Got value: high"),
         (lambda: init(width=3), "--init: Option 'width' is not accepted"),
         (lambda: imported("nowhere:Net"), "'nowhere:Net' cannot be imported: No module named 'nowhere'"),
