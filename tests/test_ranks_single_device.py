@@ -199,6 +199,7 @@ VIEWS = parallel(gradient_as_bucket_view=True, find_unused_parameters=True)
         (Even, 2, {"split_batches": True, "exact_evaluation": True}, {}),
         (Spectral, 4, PARTS, {"limit_train_batches": 0.7}),
         (Keeps, 2, single(max_device_batch_size=3), TWO),
+        (Keeps, 2, {"reproducible": True, "num_replicas": 2, "exact_evaluation": True}, TWO),
         (Script, 4, single(), {**TWO, "limit_train_batches": 2, "gradient_clip_val": 0.05}),
         (LBFGS, 2, PARTS, {}),
         (Script, 1, single(max_device_batch_size=3), {"stop": 2, "min_epochs": 0}),
@@ -230,6 +231,22 @@ def test_a_script_trains_as_in_stock_lightning(world, tmp_path, kind, world_size
         losses, of_ranks = zip(*parts, strict=True)
         assert rows == [row for part in of_ranks for row in part]
         assert pytest.approx(loss, rel=1e-12) == sum(losses)
+
+
+class Cut(Model):
+    """Ends its first epoch within the second batch, of 7 samples, whose last piece has 4."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if (self.current_epoch, batch_idx) == (0, 1) and len(batch[0]) in (4, 7):
+            raise StopIteration
+        return self.loss_of(*batch)
+
+
+def test_a_step_that_ends_its_epoch_leaves_nothing_to_the_next(world):
+    given = {"load": {"sizes": [8, 7]}, "max_epochs": 2}
+    (expected,) = world(1).run(fit, Cut, None, **given)
+    assert len(expected.gradients) == 3
+    assert_same_run(world(1).run(fit, Cut, single(max_device_batch_size=5), **given), expected, 1e-12)
 
 
 def patched() -> tuple[list[int], bool]:

@@ -107,10 +107,6 @@ class ShardedAccumulation(Accumulation):
         text = f"ranks of one tensor-parallel group weigh one batch differently, here by {weights}"
         return micro_batch._replace(problem=f"{text}: have them read the same batches")
 
-    def _holds_any(self, gradients: Sequence[Tensor]) -> bool:
-        # One shard may be 0 and another not.
-        return any(map(any, self.world.gather_integers([super()._holds_any(gradients)])))
-
     def _scale(self, gradients: Sequence[Tensor], factor: Any) -> None:
         if not gradients:
             raise RuntimeError(

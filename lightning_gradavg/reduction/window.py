@@ -413,7 +413,7 @@ class Accumulation(Window):
 
     def begin_step(self, *, anew: bool) -> None:
         """Begin a step. Abandon the window of an unfinished step; with `anew`, drop one that the epoch cut off."""
-        if self._pieces > 0 or self._entered:
+        if self._pieces > 0:
             self._of_pieces, self._pieces = [], 0
             self.abandon()
         if anew:
@@ -549,10 +549,7 @@ class Accumulation(Window):
             for now, (left, version) in zip(gradients, self._left, strict=True)
         )
         # Only after a change are values read, which waits for an accelerator.
-        return touched and not self._holds_any([gradient for gradient in gradients if gradient is not None])
-
-    def _holds_any(self, gradients: Sequence[Tensor]) -> bool:
-        return any(bool(stored(gradient).any()) for gradient in gradients)
+        return touched and not any(bool(stored(gradient).any()) for gradient in gradients if gradient is not None)
 
     def reduce(self) -> bool:
         """Finish the gradients if the last backward ended the window; return whether it did."""
