@@ -91,6 +91,13 @@ class WeighedTraining(Registered, ParallelStrategy):
 
     def _begin_batch(self, batch: Any) -> None:
         self._batches.on_train_batch_start()
+        world = self._reduction.run.world
+        if batch is None and self._batches.chunk is None and world.size > 1:
+            raise RuntimeError(
+                f"the train loader yielded None on rank {world.rank}. Lightning skips such a batch, and this rank would"
+                " then train on its next batch together with the others' current one. Have collate_fn return a batch"
+                ' for which training_step returns {"loss": loss, "weight": 0}.'
+            )
         self._reduction.look_at(batch)
 
     @override

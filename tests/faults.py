@@ -196,6 +196,9 @@ FAULTS = {
     "None from training_step": Fault(
         "rank 1 ended with RuntimeError: training_step returned no loss on rank 1", "nonfinite='skip_step'",
         act=to_nothing),
+    "None from the loader": Fault(
+        "rank 1 ended with RuntimeError: the train loader yielded None on rank 1", "on rank 1. Lightning skips",
+        moment="on_before_batch_transfer", act=to_nothing),
     "the disk is full while a checkpoint is written": Fault(
         "No space left on device", "rank 0 ended with OSError: [Errno 28] No space left on device",
         moment="on_save_checkpoint", act=fill_disk, rank=0),
