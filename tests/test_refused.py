@@ -117,6 +117,7 @@ UNNAMED: Any = ["sum"]
 CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: GradAvgStrategy(*UNNAMED), TypeError, "takes its options by name, such as reduction='sum'; got ('sum',)"),
     (lambda: GradAvgMonitor(every_n_steps=0), ValueError, "every_n_steps must be an integer >= 1, or None, got 0"),
+    (lambda: GradAvgMonitor(every_n_steps=True), TypeError, "an integer >= 1, or None, got True of type bool."),
     (lambda: Trainer(accelerator="cpu", max_epochs=1, logger=False, callbacks=[GradAvgMonitor()])
      .fit(Toy(), loader([[1]])), TypeError, "the Trainer has a SingleDeviceStrategy. Use Trainer(strategy='gradavg')"),
     (lambda: GradAvgStrategy().fingerprint(), RuntimeError, "before the Trainer has begun a run"),

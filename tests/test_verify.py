@@ -219,6 +219,7 @@ def test_the_pages_say_what_the_code_knows(capsys):
         (["torch.nn:Linear", "--config", "c.yaml", "--init", "a=1"], "beside it write --model.NAME=VALUE"),
         (["torch.nn:Linear", "--model.lr=1"], "'--model.lr=1' is not an option"),
         (["torch.nn:Linear", "--trainer", "max_epoch=3"], "no option 'max_epoch'. Did you mean 'max_epochs'\\?"),
+        (["torch.nn:Linear", "--init", "lr"], "argument --init: must be NAME=VALUE, got 'lr'"),
         (["torch.nn:Linear", "--steps", "0"], "steps must be 1 or more, got 0"),
         (["torch.nn:Linear", "--tolerance", "0"], "tolerance is a relative difference > 0, got 0.0"),
         (["torch.nn:Linear", "--accelerator", "tpu"], "2 ranks need as many devices of type 'tpu', and torch finds 0"),
