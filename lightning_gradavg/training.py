@@ -92,11 +92,12 @@ class WeighedTraining(Registered, ParallelStrategy):
     def _begin_batch(self, batch: Any) -> None:
         self._batches.on_train_batch_start()
         world = self._reduction.run.world
-        if batch is None and self._batches.chunk is None and world.size > 1:
+        if batch is None and world.size > 1:
             raise RuntimeError(
                 f"the train loader yielded None on rank {world.rank}. Lightning skips such a batch, and this rank would"
-                " then train on its next batch together with the others' current one. Have collate_fn return a batch"
-                ' for which training_step returns {"loss": loss, "weight": 0}.'
+                " then train on its next batch together with the others' current one. Leave bad samples out in the"
+                " dataset, or use reduction='weighted_mean' and return"
+                ' {"loss": loss, "weight": 0} from training_step for a batch that should not count.'
             )
         self._reduction.look_at(batch)
 
@@ -116,7 +117,7 @@ class WeighedTraining(Registered, ParallelStrategy):
         """Return the output of a step, in automatic optimization with one loss to run the backward from."""
         with self._batches.training_step():
             output = forward(*arguments)
-        return self._reduction.read(output, self._samples)
+        return self._reduction.read(output, self._samples, next(iter(arguments), None))
 
     @property
     def _samples(self) -> float | None:

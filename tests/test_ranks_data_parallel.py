@@ -27,6 +27,7 @@ from data_parallel import (
 )
 from ranks import grid
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 from torchmetrics import MeanMetric
 from toys import Toy, approx, same_everywhere
 from toys import train as train_toy
@@ -146,6 +147,17 @@ class Odd(Model):
         return self.net(x)
 
 
+def without_last(samples: list[Any]) -> Any:
+    return default_collate(samples[:-1]) if samples[1:] else None
+
+
+class Dropping(Model):
+    """Its `collate_fn` drops the last sample of what it gets, and has None of a single one."""
+
+    def loader(self, *args: Any, **options: Any) -> Any:
+        return super().loader(*args, collate_fn=without_last, **options)
+
+
 Kind = type[Model] | str
 EACH, BITS = parallel(None), {"reproducible": True}
 PARTS = {"split_batches": True, "max_device_batch_size": 2}
@@ -177,6 +189,8 @@ REFUSED: list[tuple[str, Kind, Options, str]] = [
     ("RuntimeError", "assigns a buffer of None", PARTS, "assigned or made the buffers center"),
     ("RuntimeError", "makes a buffer", parallel(), "assigned or made the buffers center"),
     ("RuntimeError", "moves a teacher", parallel(), "training_step has written the parameters teacher"),
+    ("ValueError", Dropping, single(), "rows for 5 samples of the dataset, and no weight is given. Return"),
+    ("ValueError", Dropping, parallel(2, **BITS), "rows for 5 samples of the dataset, and no weight is given. Return"),
 ]
 
 
@@ -190,6 +204,14 @@ def test_what_cannot_be_reproduced_is_an_error_on_all_ranks(world, error, kind, 
     for raised in world(2).run_expecting_errors(fitted, kind, strategy, load):
         assert raised.type_name == error
         assert text in raised.message
+
+
+@pytest.mark.filterwarnings("ignore:train_dataloader yielded None", "ignore:It is recommended to use .*sync_dist=True")
+def test_one_process_skips_a_batch_of_none(world):
+    given: Any = {"load": {"sizes": [3, 1, 4]}, "use_distributed_sampler": False}
+    (expected,), found = (world(1).run(fit, Dropping, strategy, **given) for strategy in (None, {}))
+    assert len(expected.gradients) == 2
+    assert_same_run(found, expected, 0)
 
 
 def remarked(kind: Kind, strategy: Options, text: str) -> int:

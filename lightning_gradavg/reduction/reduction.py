@@ -137,8 +137,9 @@ class Reduction(Part):
     def _counts_ranks(self) -> bool:
         return self.window.depends_on_length if self.rule.uses_weight else self.rule.name != "sum"
 
-    def read(self, output: Any, samples: float | None) -> Any:
-        """Return a training step's output with a weighed loss; `samples` as in `Weights.read`."""
+    def read(self, output: Any, samples: float | None, batch: Any) -> Any:
+        """Return the output of a forward of `batch` with a weighed loss; `samples` as in `Weights.read`."""
+        self._batch = batch
         if self.is_manual:  # Lightning takes no loss from it
             return output
         named = output if isinstance(output, Mapping) else {"loss": output}

@@ -140,6 +140,8 @@ class Weights:
         problem = problem or self._note(given=explicit)
         if samples == 0:
             return terms, MicroBatch(dict.fromkeys(terms if named else [WHOLE_LOSS], 0.0), explicit, problem, True)
+        if samples is not None and not explicit:
+            problem = problem or _dropped(batch, samples)
         try:
             given: Any = weight if explicit else batch_samples(batch) if samples is None else samples
             given = given if named else {WHOLE_LOSS: given}
@@ -174,6 +176,20 @@ class Weights:
             f"a weight was {'not ' * given}given in the steps before, but {'not ' * (not given)}in this one:"
             f" {ALWAYS_OR_NEVER}"
         )
+
+
+def _dropped(batch: Any, samples: float) -> str | None:
+    """Return the problem that a batch has fewer rows than the samples that were loaded for it, if it tells its rows."""
+    try:
+        rows = batch_samples(batch)
+    except ValueError:
+        return None
+    if rows >= samples:
+        return None
+    return (
+        f"the batch has {rows} rows for {samples} samples of the dataset, and no weight is given. Return"
+        ' {"loss": loss, "weight": n} from training_step, or drop samples in the dataset, not in collate_fn'
+    )
 
 
 def weigh_terms(coefficients: list[Any], terms: Iterable[Tensor], begin: Callable[[], None] | None = None) -> Tensor:

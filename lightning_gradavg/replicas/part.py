@@ -99,7 +99,7 @@ class OneForward(Part):
     def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
         """Return the output of a training step, with its loss weighed."""
         with step.batches.training_step():
-            return step.reduction.read(step.forward(batch, *args), self.weight(step.batches.chunk))
+            return step.reduction.read(step.forward(batch, *args), self.weight(step.batches.chunk), batch)
 
 
 class Replicas(OneForward):
@@ -183,7 +183,7 @@ class Replicas(OneForward):
         count_rows(counted=piece.replica is not None)
         with local, around:
             weight = whole if whole is None or self._gathers else piece.samples
-            output = step.reduction.read(step.forward(batch, *args), weight)
+            output = step.reduction.read(step.forward(batch, *args), weight, None if self._gathers else batch)
             if not last:
                 step.backward()
         return output
