@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
@@ -17,7 +17,7 @@ from lightning_gradavg.launch import Registered
 from lightning_gradavg.lightning_internals import SyncControl
 from lightning_gradavg.options import refuse_unserved
 from lightning_gradavg.reduction.reducer import GradAvgReducer
-from lightning_gradavg.reduction.sharded import ShardedAccumulation, sharded_rule
+from lightning_gradavg.reduction.sharded import ShardedGradients, sharded_options, sharded_rule
 from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule, rule_of_split_batches
 
 __all__ = ["GradAvgModelParallelStrategy", "GradAvgStrategy"]
@@ -50,7 +50,7 @@ class _Weighing(Registered, ParallelStrategy):
     @override
     def backward(
         self,
-        tensor: Tensor | Mapping[str, Tensor],
+        tensor: Tensor,
         module: nn.Module | None,
         *args: Any,
         weight: Any = None,
@@ -60,17 +60,11 @@ class _Weighing(Registered, ParallelStrategy):
         loss = self._reducer.weigh(tensor, weight=weight, samples=self.samples)
         super().backward(loss, module, *args, **kwargs)
 
-    @override
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self._reducer.check()  # what is wrong with the last step must not get into a file
-        super().save_checkpoint(*args, **kwargs)
-
 
 class GradAvgStrategy(_Weighing, DDPStrategy):
     """Trains with Fabric by the gradient of a stated rule.
 
-    Pass the weight with the loss, `fabric.backward(loss, weight=n)`, or with named terms,
-    `fabric.backward({"cls": a, "box": b}, weight={"cls": n, "box": m})`. Micro-batches within
+    Pass the weight with the loss, `fabric.backward(loss, weight=n)`. Micro-batches within
     `fabric.no_backward_sync(model)` belong to the window that ends with the next backward outside of it. Don't divide
     the loss by the window's length, except under the plain mean. Without options this computes the bits of stock DDP.
 
@@ -98,6 +92,8 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
         refuse_unserved("GradAvgStrategy for Fabric", options, DDPStrategy, DistributedDataParallel)
         rule = resolve_rule(reduction)
         self._rule = rule_of_split_batches(rule) if split_batches else rule
+        if self._rule != RULES["mean"]:
+            options.setdefault("gradient_as_bucket_view", True)  # as in `GradAvgStrategy` for the Trainer
         super().__init__(**options)
         self._splits, self._loaders, self._reducer = split_batches, [], GradAvgReducer(reduction=self._rule)
 
@@ -162,8 +158,9 @@ class GradAvgModelParallelStrategy(_Weighing, ModelParallelStrategy):
             if self._control is not None:
                 raise ValueError("one strategy shards one model, as its checkpoints do: use a strategy for each")
             self._control = control = SyncControl(self)
-            accumulation = ShardedAccumulation(self._rule, model, self.device_mesh, self._set_up, manual=True)
-            self._reducer.watch(model, accumulation, lambda: not control.holding)
+            gradients = ShardedGradients(self._rule, model, self.device_mesh, self._set_up)
+            options = sharded_options(self._rule, gradients, user_ends_windows=True)
+            self._reducer.watch(model, options, gradients, lambda: not control.holding)
         return model
 
     @override

@@ -115,11 +115,8 @@ class GradAvgMonitor(Callback):
         names = ("loss", "gradient_norm", "lr_scale", "global_batch_size")
         found: dict[str, float | None] = {name: getattr(report, name) for name in names}
         found |= {f"lr/group_{index}": lr for index, lr in enumerate(report.learning_rates)}
-        of_ranks = {"local_gradient_norm": report.local_gradient_norms}
-        for term in report.terms:
-            of_term = term.name and f"/{term.name}"
-            found |= {f"loss{of_term}": term.loss, f"normalizer{of_term}": term.normalizer}
-            of_ranks[f"weight{of_term}"] = term.weights
+        found["normalizer"] = report.normalizer
+        of_ranks = {"local_gradient_norm": report.local_gradient_norms, "weight": report.weights}
         for name, values in of_ranks.items():
             found |= {f"{name}/mean": fmean(values), f"{name}/min": min(values), f"{name}/max": max(values)}
             found |= {f"{name}/rank_{rank}": value for rank, value in enumerate(values) if self.per_rank}

@@ -16,12 +16,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import product
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
-
-import torch
-from torch import Tensor
+from typing import NamedTuple, TypeAlias
 
 from lightning_gradavg.arguments import did_you_mean
 from lightning_gradavg.place import Place, node_from_environment
@@ -31,14 +27,13 @@ __all__ = [
     "Rule",
     "RuleFunction",
     "Share",
+    "depends_on_length",
+    "in_window",
     "is_number",
-    "powers_of_length",
     "resolve_rule",
     "rule_of_split_batches",
     "share_of",
 ]
-
-_TOLERANCE = 1e-9
 
 
 class Share(NamedTuple):
@@ -49,15 +44,14 @@ class Share(NamedTuple):
         normalizer: `z` in the same formula; finite and >= 0.
     """
 
-    multiplier: Any
-    normalizer: Any
+    multiplier: float | Fraction
+    normalizer: float | Fraction
 
 
-RuleFunction: TypeAlias = Callable[[Place, Any], Share]
-"""`(place, weight) -> Share`. Pure, the same on all ranks, and arithmetic only.
+RuleFunction: TypeAlias = Callable[[Place, float], Share]
+"""`(place, weight) -> Share`. Pure, and the same on all ranks.
 
-A weight is a float >= 0, or a 0-dim float64 tensor if it was given as a tensor on an accelerator. So are the numbers of
-a share; a `Fraction` keeps sums such as W * (1/W) exact.
+A weight is a float >= 0. A number of a share may be a `Fraction`, which keeps sums such as W * (1/W) exact.
 """
 
 
@@ -70,12 +64,15 @@ class Rule:
         share: The pure function `(place, weight) -> Share`.
         uses_weight: Whether the share depends on the weight. If not, weights are neither read nor communicated.
         formula: The reduction in one line of text, for messages.
+        averages_window: Whether a window of several micro-batches is divided by its length, as its micro-batches count
+            as further ranks. Only named rules without weights are, and not those of sums.
     """
 
     name: str
     share: RuleFunction
     uses_weight: bool
     formula: str
+    averages_window: bool = False
 
     @property
     def node(self) -> int:
@@ -84,7 +81,7 @@ class Rule:
         return node_from_environment() if counts else 0
 
 
-_NUMBERS: Mapping[str, Callable[[Place, Any], Any]] = {
+_NUMBERS: Mapping[str, Callable[[Place, float], float | Fraction]] = {
     "1": lambda place, n: 1.0,
     "n": lambda place, n: n,
     "1/L": lambda place, n: Fraction(1, place.ranks_on_node),
@@ -99,25 +96,26 @@ class _NamedShare:
     multiplier: str
     normalizer: str
 
-    def __call__(self, place: Place, weight: Any) -> Share:
+    def __call__(self, place: Place, weight: float) -> Share:
         return Share(_NUMBERS[self.multiplier](place, weight), _NUMBERS[self.normalizer](place, weight))
 
 
-def _rule(name: str, multiplier: str, normalizer: str, formula: str) -> Rule:
-    return Rule(name, _NamedShare(multiplier, normalizer), "n" in (multiplier, normalizer), formula)
+def _rule(name: str, multiplier: str, normalizer: str, formula: str, *, averages_window: bool = False) -> Rule:
+    uses_weight = "n" in (multiplier, normalizer)
+    return Rule(name, _NamedShare(multiplier, normalizer), uses_weight, formula, averages_window)
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         rule.name: rule
         for rule in (
-            _rule("mean", "1", "1", "sum(g) / W"),
+            _rule("mean", "1", "1", "sum(g) / W", averages_window=True),
             _rule("sum", "1", "1/W", "sum(g)"),
             _rule("weighted_mean", "n", "n", "sum(n * g) / sum(n)"),
             _rule("normalized_sum", "1", "n", "sum(g) / sum(n)"),
             _rule("mean_of_node_sums", "1", "1/L", "sum(g) / nodes"),
-            _rule("mean_of_node_means", "1/L", "1/L", "sum(g / L) / nodes"),
-            _rule("sum_of_node_means", "1/L", "1/W", "sum(g / L)"),
+            _rule("mean_of_node_means", "1/L", "1/L", "sum(g / L) / nodes", averages_window=True),
+            _rule("sum_of_node_means", "1/L", "1/W", "sum(g / L)", averages_window=True),
         )
     }
 )
@@ -159,22 +157,19 @@ def is_number(value: float) -> bool:
     return 0 <= value < math.inf
 
 
-def share_of(rule: Rule, place: Place, weight: Any) -> Share:
+def share_of(rule: Rule, place: Place, weight: float) -> Share:
     """Return the share of one pair. Under a rule that uses weights, weight 0 gives the share (0, 0).
-
-    The weight is a number, or a 0-dim tensor. Neither this tensor nor a tensor that the rule returns is read.
 
     Raises:
         ValueError: If the weight is not finite and >= 0, or the rule fails or returns such a number.
     """
-    unread = isinstance(weight, Tensor)
-    if rule.uses_weight and not unread and not is_number(weight):
+    if rule.uses_weight and not is_number(weight):
         raise ValueError(f"weight {weight!r} is not a finite number >= 0")
-    if rule.uses_weight and not unread and weight == 0:
+    if rule.uses_weight and weight == 0:
         return Share(0.0, 0.0)
     try:
         share = Share(*rule.share(place, weight))
-        wrong = [name for name, n in share._asdict().items() if not (isinstance(n, Tensor) or is_number(n))]
+        wrong = [name for name, number in share._asdict().items() if not is_number(number)]
     except Exception as error:
         raise ValueError(
             f"the reduction rule {rule.name!r} failed on ({place}, {weight}): {error!r}."
@@ -185,33 +180,30 @@ def share_of(rule: Rule, place: Place, weight: Any) -> Share:
             f"the reduction rule {rule.name!r} returned {wrong[0]}={getattr(share, wrong[0])!r} for ({place}, weight"
             f" {weight}). Both numbers of a share must be finite and >= 0."
         )
-    if not (unread and rule.uses_weight):
-        return share
-    tensors = (number if isinstance(number, Tensor) else torch.full_like(weight, float(number)) for number in share)
-    # Masked, not multiplied: a rule may turn a weight of 0 into NaN.
-    return Share(*(number if number is weight else number.masked_fill(weight == 0, 0) for number in tensors))
+    return share
 
 
-def powers_of_length(rule: Rule, places: Sequence[Place]) -> Share:
-    """Return the powers of a window's length that multipliers and normalizers follow: -1 for 1/W, and 0 for n.
+def in_window(place: Place, length: int) -> Place:
+    """Return a rank's place in a window of that many micro-batches, which count as further ranks on the same node."""
+    return replace(place, world_size=length * place.world_size, ranks_on_node=length * place.ranks_on_node)
 
-    So a pair's share in a longer window is known before the window's length is. Accumulated micro-batches count as
-    further ranks on the same node.
+
+def depends_on_length(rule: Rule, places: Sequence[Place]) -> bool:
+    """Return whether a share depends on the number of micro-batches in its window.
+
+    Shares are needed before the length of the window is known, so only named rules can serve such windows:
+    their dependence is known (`Rule.averages_window`). A rule with weights that is not named is tried at all places
+    with two weights.
     """
-    powers: list[set[float]] = [set(), set()]
-    for place, weight in product(places, (1.0, 3.0) if rule.uses_weight else (1.0,)):
-        windows = [
-            replace(place, world_size=n * place.world_size, ranks_on_node=n * place.ranks_on_node) for n in (1, 2, 3)
-        ]
-        shares = [share_of(rule, window, weight) for window in windows]
-        for known, (one, two, three) in zip(powers, zip(*shares, strict=True), strict=True):
-            if one or two or three:
-                power = round(math.log2(two / one), 9) if one and two else math.nan
-                known.add(power if math.isclose(three, one * 3**power, rel_tol=_TOLERANCE) else math.nan)
-    if any(len(known) > 1 or any(map(math.isnan, known)) for known in powers):
-        raise ValueError(
-            f"the reduction rule {rule.name!r} does not serve windows of several micro-batches, which count as further"
-            " ranks on the node: its shares must follow their number by one power, the same at all places and weights."
-            " Do not accumulate, or use a rule whose shares do so, such as n / place.world_size."
-        )
-    return Share(*(next(iter(known), 0.0) for known in powers))
+    if not rule.uses_weight:
+        return rule.averages_window
+    if isinstance(rule.share, _NamedShare):
+        return False
+    for place in places:
+        for weight in (1.0, 3.0):
+            share = share_of(rule, place, weight)
+            if share != share_of(rule, in_window(place, 2), weight):
+                return True
+            if share != share_of(rule, in_window(place, 3), weight):
+                return True
+    return False

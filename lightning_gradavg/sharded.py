@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -12,8 +13,12 @@ from typing_extensions import override
 
 from lightning_gradavg.batches.part import Batches
 from lightning_gradavg.reduction.comm_hook import CommHook
+from lightning_gradavg.reduction.engine import Engine, Stock, Weighed
+from lightning_gradavg.reduction.kept import PieceGradients
 from lightning_gradavg.reduction.reduction import Reduction
-from lightning_gradavg.reduction.sharded import ShardedAccumulation, sharded_rule
+from lightning_gradavg.reduction.sharded import ShardedGradients, sharded_options, sharded_rule
+from lightning_gradavg.reduction.window import OpenWindows
+from lightning_gradavg.rules import RULES
 from lightning_gradavg.termination import Termination
 from lightning_gradavg.training import WeighedTraining
 
@@ -52,8 +57,13 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         if self._trains:
             run, rule, mesh = self._reduction.run, self._reduction.rule, self.device_mesh
             manual, window = self._reduction.is_manual, trainer.accumulate_grad_batches
-            accumulation = ShardedAccumulation(rule, run.module, mesh, self.optimizers, manual=manual)
-            self._reduction.begin(run, accumulation)
+            gradients = ShardedGradients(rule, run.module, mesh, self.optimizers)
+            if rule == RULES["mean"]:
+                engine: Engine = Stock(gradients, mesh["data_parallel"].size())
+            else:
+                options = sharded_options(rule, gradients, user_ends_windows=manual)
+                engine = Weighed(OpenWindows(options, gradients), PieceGradients(()))
+            self._reduction.begin(replace(run, places=tuple(gradients.places)), engine)
             self._termination.configure_ddp(run)
             rank_zero_info(
                 f"{type(self).__name__}: reduction={rule.name!r}, g = {rule.formula};"

@@ -46,9 +46,9 @@ from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.replicas.part import OneForward, Replicas, Step
 from lightning_gradavg.report.part import Reports
 from lightning_gradavg.report.report import StepReport
+from lightning_gradavg.reproducible.engine import Tree
 from lightning_gradavg.reproducible.part import FixedArithmetic
-from lightning_gradavg.reproducible.reduction import TreeReduction
-from lightning_gradavg.rules import RuleFunction
+from lightning_gradavg.rules import RULES, RuleFunction
 from lightning_gradavg.termination import Termination
 from lightning_gradavg.training import WeighedTraining
 
@@ -71,8 +71,8 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     by its own length. The ranks' parameters are still compared (`check_replicas_every_n_steps`), which changes no bit.
 
     Return the weight from `training_step`, `{"loss": loss, "weight": n}`, or pass it to
-    `self.manual_backward(loss, weight=n)`. The default is the number of samples in the batch. Name loss terms that have
-    denominators of their own: `{"loss": {"cls": a, "box": b}, "weight": {"cls": n, "box": m}}`.
+    `self.manual_backward(loss, weight=n)`. The default is the number of samples in the batch. For loss terms that have
+    counts of their own, use `lightning_gradavg.global_mean` under the plain mean.
 
     Args:
         reduction: The name of a rule, or a function `(place, weight) -> Share`. See `lightning_gradavg.rules`.
@@ -107,6 +107,9 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             docs/faults.md.
         log_hyperparams: Whether to give rule, global batch, learning rate factor, replicas and versions to the
             Trainer's loggers when training begins.
+        gradient_as_bucket_view: As in `DistributedDataParallel`. The default is True for every rule but the plain mean,
+            which is faster and saves a copy of the gradients; `parameter.grad` is then a view. The plain mean keeps
+            stock's setting, and so stock's bits.
         accelerator: As in `DDPStrategy`.
         parallel_devices: As in `DDPStrategy`.
         cluster_environment: As in `DDPStrategy`.
@@ -161,6 +164,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         nonfinite: NonFiniteName = "propagate",
         check_replicas_every_n_steps: int | None = 1000,
         log_hyperparams: bool = True,
+        gradient_as_bucket_view: bool | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -179,18 +183,28 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         options = Options.of(given)
         of_ddp = inspect.signature(DDPStrategy).parameters.keys() & given.keys()
         super().__init__(**{name: given[name] for name in of_ddp}, **ddp_options)
-        self._ddp_kwargs = options_of_ddp(ddp_options)
+        self._ddp_given = options_of_ddp(ddp_options)
+        self._ddp_kwargs = dict(self._ddp_given)
+        if gradient_as_bucket_view is None:
+            # DDP divides by W where a gradient is a view, and multiplies by 1/W where it is not: other bits.
+            gradient_as_bucket_view = options.rule != RULES["mean"] and not reproducible
+        if gradient_as_bucket_view:
+            self._ddp_kwargs["gradient_as_bucket_view"] = True
         self._options, self._plain, self._log_hyperparams = options, plain(given), log_hyperparams
-        self._reports = Reports(crosses_ranks=options.replicated, facts=self._facts_of_step)
+        self._reports = Reports(options.rule, crosses_ranks=options.replicated, facts=self._facts_of_step)
         runs_pieces, static = options.replicated or max_device_batch_size, bool(ddp_options.get("static_graph"))
         self._replicas = (Replicas if runs_pieces else OneForward)(options, static_graph=static)
-        replicas = num_replicas or 1
-        self._reduction = (partial(TreeReduction, replicas=replicas) if reproducible else Reduction)(
+        make_tree = None
+        if reproducible:
+            assert num_replicas is not None
+            make_tree = partial(Tree, rule=options.rule, replicas=num_replicas)
+        self._reduction = Reduction(
             options.rule,
             CommHook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper),
             nonfinite=nonfinite,
             in_pieces=options.in_pieces,
-            on_reduced=self._replicas.end_step if isinstance(self._replicas, Replicas) else None,
+            on_reduced=self._replicas.end_step,
+            make_tree=make_tree,
         )
         self._batches = SplitBatches(options) if options.split_batches else Batches()
         self._rates = Rates(
@@ -216,14 +230,13 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             self._faults,
             Termination(),
         )
-        whole = self._replicas, self._evaluation, self._faults
-        self._evaluating: tuple[Part, ...] = whole if isinstance(self._replicas, Replicas) else (self._evaluation,)
+        self._evaluating: tuple[Part, ...] = (self._replicas, self._evaluation, self._faults)
 
     def __repr__(self) -> str:
         defaults = {name: one.default for name, one in inspect.signature(GradAvgStrategy).parameters.items()}
         # Command lines give every option.
         given = {name: value for name, value in self._given.items() if value != defaults.get(name, value)}
-        given |= self._ddp_kwargs
+        given |= self._ddp_given
         # A Trainer of pytorch_lightning and Fabric quote a strategy by its repr when they refuse it.
         return (
             f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())}) [a strategy for"
@@ -397,8 +410,10 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @override
     def _run_step(self, forward: Callable[..., Any], *arguments: Any) -> Any:
-        watched = self._reports.observing
-        self._reduction.observer = self._reports.begin_step(self._reduction.window) if watched else None
+        self._reduction.observer = None
+        if self._reports.observing:
+            begins_window = self._reduction.is_at_window_start()
+            self._reduction.observer = self._reports.begin_step(begins_window=begins_window)
         step = Step(forward, self._backward_within_step, self._reduction, self._batches)
         output = self._replicas.run_step(step, *arguments)
         return self._reduction.agree(output) if self._reduction.judges else output

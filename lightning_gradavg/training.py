@@ -128,12 +128,10 @@ class WeighedTraining(Registered, ParallelStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Have the window go on after the backward within."""
+        self._reduction.hold(holding=True)
         try:
-            if self._reduction.hold(holding=True):
+            with super().block_backward_sync():
                 yield
-            else:
-                with super().block_backward_sync():
-                    yield
         finally:
             self._reduction.hold(holding=False)
 
@@ -158,10 +156,3 @@ class WeighedTraining(Registered, ParallelStrategy):
         super().on_train_end()
         for part in self._parts:
             part.on_train_end()
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        if self._trains:
-            # What is wrong with the last step must not get into a file.
-            self._reduction.window.check()
-        super().save_checkpoint(checkpoint, *args, **kwargs)

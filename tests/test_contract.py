@@ -45,6 +45,7 @@ OWN_OPTIONS = {
     "nonfinite": "propagate",
     "check_replicas_every_n_steps": 1000,
     "log_hyperparams": True,
+    "gradient_as_bucket_view": None,
 }
 OPTIONS_OF_DDP_STRATEGY = words(
     "accelerator parallel_devices cluster_environment checkpoint_io precision_plugin ddp_comm_state ddp_comm_hook"

@@ -106,7 +106,7 @@ def checked_weight(rule: Rule, weight: float | Tensor | None) -> float:
     """Return a rank's weight as a number; 1 where it is not given, which only a rule without weights allows."""
     if weight is None and rule.uses_weight:
         raise ValueError(needs_weight(rule))
-    number = 1.0 if weight is None else float(as_weight(weight, torch.device("cpu")))
+    number = 1.0 if weight is None else as_weight(weight)
     if not is_number(number):
         raise ValueError(f"weight {number!r} is not a finite number >= 0")
     return number

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,19 +12,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradavg.lightning_internals import after_backward
-from lightning_gradavg.place import Place, places_on_nodes
+from lightning_gradavg.place import places_on_nodes
 from lightning_gradavg.ranks import Contribution, World
 from lightning_gradavg.reduction.average import needs_weight
-from lightning_gradavg.reduction.gather import WITHIN
-from lightning_gradavg.reduction.weights import WeighedLoss, Weights
-from lightning_gradavg.reduction.window import Accumulation
+from lightning_gradavg.reduction.gradients import ModelGradients, ReplicatedGradients
+from lightning_gradavg.reduction.guard import BypassGuard
+from lightning_gradavg.reduction.loss import WeighedLoss
+from lightning_gradavg.reduction.weights import Weights, require_loss
+from lightning_gradavg.reduction.window import OpenWindows, Window, WindowOptions
 from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule
 
 __all__ = ["GradAvgReducer"]
-
-
-def _refuse_loss() -> bool:
-    raise RuntimeError("there is no model yet whose gradients are reduced: call register first")
 
 
 class GradAvgReducer:
@@ -44,8 +40,6 @@ class GradAvgReducer:
     weighed loss. A backward that raises discards its window, and keeps earlier gradients. Under the plain mean losses
     stay as they are, as with stock DDP, which you divide by the window's length.
 
-    From the forward until `weigh`, `lightning_gradavg.gather` knows the rule.
-
     Args:
         reduction: A key of `lightning_gradavg.rules.RULES`, or a function `(place, weight) -> Share`, pure and the same
             on all ranks.
@@ -58,9 +52,11 @@ class GradAvgReducer:
     def __init__(self, *, reduction: str | RuleFunction | Rule = "mean") -> None:
         self._rule = resolve_rule(reduction)
         self._is_mean = self._rule == RULES["mean"]
-        self._divisor = None if self._is_mean else 1.0
-        nothing = Accumulation(self._rule, (Place(),), World(), torch.device("cpu"), parameters=(), owned_by_user=True)
-        self._use(nothing, _refuse_loss)
+        self._weights = Weights(self._rule, warnings.warn, _say_nothing)
+        self._windows: OpenWindows | None = None  # None until a model is registered
+        self._guard: BypassGuard | None = None
+        self._ends_window: Callable[[], bool] = self._reduces_next
+        self._frozen: list[nn.Parameter] = []  # when DDP was built
         # Models come and go, as in cross-validation; of each, whether DDP reduces after its last forward.
         self._models: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
@@ -88,58 +84,71 @@ class GradAvgReducer:
                 " are not. Leave it out, or use lightning_gradavg.GradAvgStrategy with Lightning's Trainer."
             )
         world, rule = World.of(model.process_group), self._rule
-        if self._models and world != self._accumulation.world:
+        if self._models and self._windows is not None and world != self._windows.options.world:
             raise ValueError("the models of one reducer are reduced over one process group: use a reducer for each")
-        equal = [f"reduction={rule.name!r}, {rule.formula}"]
+        node_of_rank = rule.node if node is None else node
         _, agreed = world.agree(
-            "GradAvgReducer cannot reduce", lambda: Contribution(equal, node=rule.node if node is None else node)
+            "GradAvgReducer cannot reduce",
+            lambda: Contribution([f"reduction={rule.name!r}, {rule.formula}"], node=node_of_rank),
         )
-        # Once each: models may share some.
-        parameters = dict.fromkeys(one for each in [*self._models, model] for one in each.parameters())
-        frozen = [*self._accumulation.frozen, *(one for one in model.parameters() if not one.requires_grad)]
-        own = Accumulation(
-            *(rule, places_on_nodes(agreed.nodes), world, next(model.parameters()).device),
-            parameters=list(parameters),
-            owned_by_user=True,
-            frozen=[one for one in frozen if one in parameters and world.size > 1],
-            guards=not self._is_mean,
-            compares=not self._is_mean,
-            afterwards=True,
+        # Each once: models may share some.
+        parameters: dict[nn.Parameter, None] = {}
+        for registered in [*self._models, model]:
+            parameters.update(dict.fromkeys(registered.parameters()))
+        if world.size > 1:
+            self._frozen += [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        self._frozen = [parameter for parameter in self._frozen if parameter in parameters]
+        options = WindowOptions(
+            rule=rule,
+            places=places_on_nodes(agreed.nodes),
+            world=world,
+            device=next(model.parameters()).device,
+            user_ends_windows=True,
+            has_float16=any(one.dtype == torch.float16 and one.requires_grad for one in parameters),
         )
-        self.watch(model, own, self._reduces_next)
+        self.watch(model, options, ReplicatedGradients(list(parameters), frozen=self._frozen, group=world.group))
 
-    def watch(self, model: nn.Module, accumulation: Accumulation, ends_window: Callable[[], bool]) -> None:
-        """Weigh the losses of a model of any engine from its next forward on."""
-        self._accumulation.close()
-        self._use(accumulation, ends_window)
+    def watch(
+        self,
+        model: nn.Module,
+        options: WindowOptions,
+        gradients: ModelGradients,
+        ends_window: Callable[[], bool] | None = None,
+    ) -> None:
+        """Weigh the losses of a model of any engine from its next forward on.
+
+        Args:
+            model: The model.
+            options: What does not change in the run.
+            gradients: Where the gradients of all registered models are.
+            ends_window: Returns whether the next backward ends its window; by default DDP's `no_sync` says it.
+        """
+        if self._guard is not None:
+            self._guard.remove()
+        windows = OpenWindows(options, gradients)
+        self._windows = windows
+        if not self._is_mean:
+            self._guard = BypassGuard(gradients.leaves(), self._rule.name, lambda: windows.run_backward)
+        if ends_window is not None:
+            self._ends_window = ends_window
         self._models[model] = True
         model.register_forward_pre_hook(self._on_forward)
 
-    def _use(self, accumulation: Accumulation, ends_window: Callable[[], bool]) -> None:
-        self._accumulation, self._ends_window = accumulation, ends_window
-        self._weights = Weights(self._rule, accumulation.device, warnings.warn, lambda _: None)
-
-    def _on_forward(self, model: Any, *_: Any) -> None:
+    def _on_forward(self, model: nn.Module, *_: object) -> None:
         if torch.is_grad_enabled():
-            self._models[model] = getattr(model, "require_backward_grad_sync", True)
-            WITHIN.set("")
+            self._models[model] = bool(getattr(model, "require_backward_grad_sync", True))
 
     def weigh(
-        self,
-        loss: Tensor | Mapping[str, Tensor],
-        *,
-        weight: Any = None,
-        divided_by: float | None = None,
-        samples: int | None = None,
+        self, loss: Tensor, *, weight: object = None, divided_by: float | None = None, samples: int | None = None
     ) -> Tensor:
         """Return a loss of equal value, whose backward accumulates and reduces by the rule at the end of the window.
 
-        At the end of a window, under a rule with weights, this is a collective operation.
+        Its backward is a collective operation at the end of a window, and in the first one under a rule with weights.
 
         Args:
-            loss: The loss with its graph, or its terms by name, each normalized by its own global weight.
-            weight: The number of loss terms (samples, tokens, ...), >= 0 and of any type; one per named term. A rule
-                that uses weights needs it.
+            loss: The loss with its graph.
+            weight: The number of loss terms (samples, tokens, ...), >= 0 and of any type. A rule that uses weights
+                needs it.
             divided_by: What the trainer divides every loss of the window by before the backward.
             samples: The number of samples of a chunk from `split_batches`; the default weight. With 0 samples the loss
                 does not count.
@@ -147,21 +156,36 @@ class GradAvgReducer:
         Raises:
             RuntimeError: If no model is registered, or some are within `no_sync()` and some are not, or DDP would
                 reduce nothing, as after a forward within `no_sync()`.
-            ValueError: If `divided_by` is not a number > 0; on all ranks, if some rank's weight is missing or not
-                usable: of the same window on a CPU, of the one before on an accelerator, which is not waited for.
+            TypeError: If the loss is no tensor.
+            ValueError: If `divided_by` is not a number > 0; in the last backward of a window, on all ranks, if some
+                rank's weight is missing or not usable.
         """
         if divided_by is not None and not 0 < divided_by < math.inf:
             raise ValueError(
                 f"divided_by={divided_by!r} is not a finite number > 0: pass what the trainer divides each loss by"
             )
-        WITHIN.set(None)  # forwards and losses may take turns, in other contexts
-        unknown = weight is None and samples is None
-        problem = needs_weight(self._rule) if unknown else None
-        terms, micro_batch = self._weights.read(loss, weight, None, samples, problem)
-        if self._is_mean and divided_by is None and not micro_batch.absent:
-            return WeighedLoss.of(terms, micro_batch, plain=True).value  # to the bits of stock DDP
-        begin = partial(self._begin, self._accumulation, last=self._ends_window(), divisor=divided_by or self._divisor)
-        return WeighedLoss.of(terms, micro_batch, begin=begin).value
+        if self._windows is None:
+            raise RuntimeError("there is no model yet whose gradients are reduced: call register first")
+        loss = require_loss(loss)
+        problem = None
+        if weight is None and samples is None and self._rule.uses_weight:
+            problem = needs_weight(self._rule)
+        micro_batch = self._weights.read(weight, None, samples, problem)
+        if self._is_mean and divided_by is None:
+            if micro_batch.absent:
+                raise ValueError(
+                    "samples=0 under reduction='mean', which counts every rank. Use reduction='weighted_mean', under"
+                    " which a rank without samples does not count."
+                )
+            return loss  # to the bits of stock DDP
+        windows = self._windows
+        last = self._ends_window()
+        divisor = 1.0 if divided_by is None else divided_by
+
+        def begin(weighed: WeighedLoss) -> None:
+            self._begin_backward(windows, weighed, last=last, divisor=divisor)
+
+        return WeighedLoss(loss, micro_batch, on_backward=begin).value
 
     def _reduces_next(self) -> bool:
         """Return whether DDP reduces in the next backward."""
@@ -177,22 +201,24 @@ class GradAvgReducer:
             raise RuntimeError(
                 "DDP would reduce nothing in this backward: it reduces in the first backward after a forward outside of"
                 " no_sync(). Have the window's last forward outside of it, too; and run one backward for each forward:"
-                " pass several losses as one, their sum, or as named terms with a weight each."
+                " pass several losses as one, their sum."
             )
         return bool(last)
 
-    def _begin(self, accumulation: Accumulation, loss: WeighedLoss, *, last: bool, divisor: float | None) -> None:
-        """Weigh a loss, at the root of its backward."""
-        accumulation.loss_divisor = divisor
-        accumulation.begin(loss, last=last)
+    def _begin_backward(self, windows: OpenWindows, loss: WeighedLoss, *, last: bool, divisor: float) -> None:
+        """Weigh a loss at the root of its backward, and finish the gradients after it."""
+        window: Window = windows.next()
+        window.add(loss, last=last, divisor=divisor)
+        window.begin_backward(loss)
 
         def end() -> None:
-            self._models.update(dict.fromkeys(self._models, False))
-            accumulation.reduce()
-            accumulation.end()
+            for model in self._models:
+                self._models[model] = False
+            if window.end_backward():
+                window.close()
 
-        after_backward(end, accumulation.abandon)
+        after_backward(end, window.abandon)
 
-    def check(self) -> None:
-        """Raise if the last window was invalid. Call it at the end of training, and before you save the model."""
-        self._accumulation.check()
+
+def _say_nothing(_: str) -> None:
+    """Drop what `Weights` says of default weights, which a loop of your own does not have."""

@@ -7,21 +7,22 @@ tensor-parallel group compute one loss together, have one place, and give it one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_gradavg.lightning_internals import averages_of, sharded_modules
 from lightning_gradavg.options import refuse_unserved
-from lightning_gradavg.place import places_on_nodes
+from lightning_gradavg.place import Place, places_on_nodes
 from lightning_gradavg.ranks import World, digest
-from lightning_gradavg.reduction.weights import MicroBatch, WeighedLoss
-from lightning_gradavg.reduction.window import Accumulation
+from lightning_gradavg.reduction.gradients import scale_gradients
+from lightning_gradavg.reduction.loss import MicroBatch
+from lightning_gradavg.reduction.window import WindowOptions
 from lightning_gradavg.rules import Rule, resolve_rule
 
-__all__ = ["ShardedAccumulation", "sharded_rule"]
+__all__ = ["ShardedGradients", "sharded_options", "sharded_rule"]
 
 _RULES = ("mean", "sum", "weighted_mean", "normalized_sum")
 
@@ -38,79 +39,106 @@ def sharded_rule(reduction: str, options: Mapping[str, object], engine: type) ->
     return rule
 
 
-class ShardedAccumulation(Accumulation):
-    """The gradients of a window, where autograd accumulates into unsharded parameters, whose memory comes and goes.
+def sharded_options(rule: Rule, gradients: ShardedGradients, *, user_ends_windows: bool) -> WindowOptions:
+    """Return the options of the windows of a sharded model."""
+    return WindowOptions(
+        rule=rule,
+        places=gradients.places,
+        world=World.of(None),
+        device=gradients.device,
+        user_ends_windows=user_ends_windows,
+        has_float16=any(leaf.dtype == torch.float16 and leaf.requires_grad for leaf in gradients.leaves()),
+    )
 
-    The optimizers' parameters have the gradients; optimizers may be added later. The mesh is Lightning's.
+
+class ShardedGradients:
+    """The gradients of a sharded model.
+
+    Autograd accumulates into unsharded parameters, whose memory comes and goes. FSDP reduces their gradients into
+    shards, which are the parameters of the optimizers. Optimizers may be added later. The mesh is Lightning's.
     """
 
-    _stopped = 0.0  # not undefined: the engine waits for the gradients of all ranks
-
-    def __init__(
-        self, rule: Rule, module: nn.Module, mesh: Any, optimizers: Sequence[Optimizer], *, manual: bool
-    ) -> None:
-        self._ranks, tensor, world = mesh["data_parallel"].size(), mesh["tensor_parallel"], World.of(None)
-        self._peers = World.of(tensor.get_group())
-        shards, leaves = set[nn.Parameter](), set[nn.Parameter]()
-        for each in sharded_modules(module):  # one at a time: unsharded, the whole model may not fit
-            for size, divisor in averages_of(each):
-                if {size, divisor} != {self._ranks}:
-                    raise ValueError(
-                        f"fully_shard sums gradients over {size} ranks and divides them by {divisor:g}; both must be"
-                        f" data_parallel_size={self._ranks}. Set the strategy's sizes, leave out"
-                        ' set_gradient_divide_factor, and pass mesh=self.device_mesh["data_parallel"].'
-                    )
-            resharded = set(each.parameters())
-            each.unshard()
-            unsharded = set(each.parameters())
-            each.reshard()
-            shards |= resharded - unsharded
-            leaves |= unsharded - resharded
-        self._outside = {one: name for name, one in module.named_parameters() if one not in shards}
-        leaves |= self._outside.keys()
-        self._require_averaged()
-        weighs, half = rule.name != "mean", any(leaf.dtype == torch.float16 and leaf.requires_grad for leaf in leaves)
-        # Ranks of one tensor-parallel group stand in one place.
-        places = [place for place in places_on_nodes([0] * self._ranks) for _ in range(self._peers.size)]
-        numbers = rule, places, world, next(module.parameters()).device
-        ways: Any = {"compares": manual and weighs, "afterwards": manual or half}
-        super().__init__(*numbers, parameters=(), owned_by_user=manual, leaves=list(leaves), guards=weighs, **ways)
+    def __init__(self, rule: Rule, module: nn.Module, mesh: DeviceMesh, optimizers: Sequence[Optimizer]) -> None:
+        """Find the unsharded parameters; raise a ValueError unless FSDP averages over the data-parallel ranks."""
+        self.data_parallel_size = mesh["data_parallel"].size()
+        self.device = next(module.parameters()).device
+        self._rule = rule
         self._optimizers = optimizers
+        self._peers = World.of(mesh["tensor_parallel"].get_group())
+        shards: set[nn.Parameter] = set()
+        unsharded: set[nn.Parameter] = set()
+        for submodule in sharded_modules(module):  # in turn: unsharded, the whole model may not fit
+            self._require_average_of(submodule)
+            resharded = set(submodule.parameters())
+            submodule.unshard()
+            whole = set(submodule.parameters())
+            submodule.reshard()
+            shards |= resharded - whole
+            unsharded |= whole - resharded
+        self._outside: dict[nn.Parameter, str] = {}
+        for name, parameter in module.named_parameters():
+            if parameter not in shards:
+                self._outside[parameter] = name
+        self._leaves = [*unsharded, *self._outside]
+        self._require_averaged()
+
+    @property
+    def places(self) -> list[Place]:
+        """The place of every rank; ranks of one tensor-parallel group stand in one place."""
+        places = places_on_nodes([0] * self.data_parallel_size)
+        return [place for place in places for _ in range(self._peers.size)]
+
+    def _require_average_of(self, submodule: nn.Module) -> None:
+        ranks = self.data_parallel_size
+        for size, divisor in averages_of(submodule):
+            if size != ranks or divisor != ranks:
+                raise ValueError(
+                    f"fully_shard sums gradients over {size} ranks and divides them by {divisor:g}; both must be"
+                    f" data_parallel_size={ranks}. Set the strategy's sizes, leave out"
+                    ' set_gradient_divide_factor, and pass mesh=self.device_mesh["data_parallel"].'
+                )
 
     def _require_averaged(self) -> None:
-        outside = [name for parameter, name in self._outside.items() if parameter.requires_grad]
-        if outside and self._ranks > 1:
-            raise ValueError(
-                f"the parameter {outside[0]!r} trains outside of fully_shard: nothing averages its gradient, and the"
-                " ranks would drift apart. Call fully_shard on the root module, too, or freeze it."
-            )
+        if self.data_parallel_size == 1:
+            return
+        for parameter, name in self._outside.items():
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"the parameter {name!r} trains outside of fully_shard: nothing averages its gradient, and the"
+                    " ranks would drift apart. Call fully_shard on the root module, too, or freeze it."
+                )
 
-    def _micro_batch(self, loss: WeighedLoss) -> MicroBatch:
-        if self.length == 0:
-            of_groups = (group["params"] for optimizer in self._optimizers for group in optimizer.param_groups)
-            self.parameters = list(dict.fromkeys(parameter for group in of_groups for parameter in group))
-            self._require_averaged()
-        micro_batch = self._agreed(super()._micro_batch(loss).read())
-        pairs = [] if micro_batch.is_zero else zip(micro_batch.weights.items(), loss.terms, strict=False)
-        for name in [name for (name, n), term in pairs if n == 0 and not bool(term.isfinite())]:
-            # 0 times NaN is NaN, and an undefined gradient would not be sent to the ranks that wait for it.
-            text = f"loss term {name!r} of weight 0 is not finite: select what is finite before you compute it"
-            micro_batch = micro_batch._replace(problem=text)
-        return micro_batch
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Return the parameters of the optimizers, after checking that FSDP averages what trains."""
+        self._require_averaged()
+        found: dict[nn.Parameter, None] = {}
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                found.update(dict.fromkeys(group["params"]))
+        return list(found)
 
-    def _agreed(self, micro_batch: MicroBatch) -> MicroBatch:
-        """Return it with the problem that ranks of one tensor-parallel group weigh it differently, if they do."""
-        weights = str({name or "weight": n for name, n in micro_batch.weights.items()})
-        keys = self._peers.gather_integers([digest(weights)]) if self.rule.uses_weight else []
-        if all(key == keys[0] for key in keys):
+    def leaves(self) -> Sequence[nn.Parameter]:
+        """Return the unsharded parameters, and those outside of `fully_shard`."""
+        return self._leaves
+
+    def checked(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch with the problem that its tensor-parallel group weighs it differently, if it does."""
+        if not self._rule.uses_weight or micro_batch.problem is not None:
             return micro_batch
-        text = f"ranks of one tensor-parallel group weigh one batch differently, here by {weights}"
-        return micro_batch._replace(problem=f"{text}: have them read the same batches")
+        (first, *others) = self._peers.gather_integers([digest(str(micro_batch.weight))])
+        if all(row == first for row in others):
+            return micro_batch
+        return micro_batch._replace(
+            problem="ranks of one tensor-parallel group weigh one batch differently, here by"
+            f" {micro_batch.weight:g}: have them read the same batches"
+        )
 
-    def _scale(self, gradients: Sequence[Tensor], factor: Any) -> None:
-        if not gradients:
+    def finish(self, parameters: Sequence[nn.Parameter], factor: float) -> None:
+        """Multiply the gradients of the shards."""
+        if factor == 1:
+            return
+        if scale_gradients(parameters, factor) == 0:
             raise RuntimeError(
                 "the optimizers' parameter groups show no gradients to scale. Make the optimizer after fully_shard, in"
                 " Fabric by fabric.setup_optimizers, and do not step or free gradients within the backward."
             )
-        super()._scale(gradients, factor)

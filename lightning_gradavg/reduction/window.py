@@ -1,588 +1,585 @@
-"""The window: the micro-batches of one optimizer step, their totals over all ranks, and their gradients.
+"""The window: the micro-batches of one optimizer step, and the gradients that they add up to.
 
-Each pair (rank, micro-batch) has a share `(w, z)`, and the gradient is `sum(w * g) / sum(z)`. DDP, FSDP and their like
-average over the W ranks, and the training loop divides every loss by a constant N. With `Z = sum(z)`,
-
-    a window of one:   the loss carries  (w * N * W) / Z , known before its backward;
-    a longer window:   each loss carries  w * lift , and the reduced gradient is multiplied by  N * W / Z / lift .
-
-On CPUs, waiting for `Z` before a backward costs a few percent of a small model's step. So where the two windows before
-had the same totals, a window of one assumes them, and multiplies by `Z_assumed / Z` afterwards if they differ.
-
-In a longer window the totals travel during the last backward, and no rank waits for them before it. The *lift* keeps
-losses at their magnitude: a factor of 4096 tokens would overflow float16 activations where the result does not. It is
-equal on all ranks. Under a rule with weights it is the inverse of a power of two near the weights of the previous
-window, so multiplying by it is exact. Under other rules it leaves nothing to multiply after a window of one.
+The factors that it applies are derived in `reduction.factor`. What it exchanges stands in `reduction.totals`.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
-from zlib import crc32
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
 
-from lightning_gradavg.device import Tally, on_device
-from lightning_gradavg.lightning_internals import scale_each, stored, version_of
+from lightning_gradavg.device import Tally
+from lightning_gradavg.lightning_internals import stored, version_of
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World
-from lightning_gradavg.reduction.average import average_gradients
-from lightning_gradavg.reduction.weights import (
-    ALWAYS_OR_NEVER,
-    MOST_TERMS,
-    WHOLE_LOSS,
-    MicroBatch,
-    WeighedLoss,
-    gradients_discarded,
-    nan_stopped,
-)
-from lightning_gradavg.rules import Rule, Share, powers_of_length, share_of
+from lightning_gradavg.reduction.factor import factor_after, factor_before, inverse_power_of_two
+from lightning_gradavg.reduction.gradients import ModelGradients
+from lightning_gradavg.reduction.guard import DiscardedGradients
+from lightning_gradavg.reduction.kept import KeptGradients
+from lightning_gradavg.reduction.loss import MicroBatch, WeighedLoss
+from lightning_gradavg.reduction.totals import Totals, TotalsExchange, must_agree, raise_together
+from lightning_gradavg.rules import Rule, Share, depends_on_length, in_window, share_of
 
-__all__ = ["Accumulation", "Totals", "Window"]
+__all__ = ["Lift", "OpenWindows", "Window", "WindowOptions", "WindowRecord", "WindowState"]
 
-_NOTHING = Share(0.0, 0.0)
-_NAMED = (
-    "named loss terms need the global weight of each before their backward, and a window of several micro-batches knows"
-    " it after its last one. Do not accumulate; or return one loss under reduction='mean', with each term's sum divided"
-    " by its count over all ranks, as DETR does: `count = self.trainer.strategy.reduce(count, reduce_op='sum')`,"
-    " `loss = world_size * (cls_sum / cls_count + box_sum / box_count)`"
-)
-_DIFFERENT = f"the ranks' losses differ in what must be the same. For weights: {ALWAYS_OR_NEVER}"
-_OTHERS = (
-    "it trains other parameters than the micro-batches before it, which were not reduced yet:"
-    " reduce the window of one optimizer before the backward of another"
+_TWO_OPEN = (
+    "two windows are open at once, and they share parameters. A window is the micro-batches between two reductions, and"
+    " all of them must train the same parameters. End the window of one optimizer by a backward that reduces, outside"
+    " of toggle_model(sync_grad=False) or no_sync(), before another one trains some of the same parameters; or give"
+    " each optimizer parameters of its own, by toggle_optimizer."
 )
 
 
-class Totals(NamedTuple):
-    """Sums over all ranks that describe a window: numbers on the host, or tensors on a device that nobody waits for."""
+@dataclass(frozen=True)
+class WindowOptions:
+    """What does not change in a run.
 
-    faults: Any  # micro-batches with unusable weights or shares
-    without_loss: Any  # ranks
-    pairs: Any  # micro-batches that are not absent
-    digest: Any  # over these, a number that stands for what must be equal on all ranks
-    digests: Any  # over these, its square
-    normalizers: Any  # `Z` of each loss term
-    more: Any  # of the numbers given to `Window.exchange`
+    Attributes:
+        rule: The reduction rule.
+        places: The place of every rank, in rank order.
+        world: The ranks that average.
+        device: The device of the gradients.
+        user_ends_windows: Whether the user says where a window ends, as in manual optimization and in your own loop. A
+            rank then does not know whether another rank's window has one micro-batch, or several.
+        in_pieces: Whether a step may have several backwards, of which all but the last run within `training_step`.
+        has_float16: Whether parameters have gradients in float16, in which a loss times W may overflow.
+        judges: Whether ranks judge every step together, and so exchange totals under every rule.
+    """
 
-    @classmethod
-    def of(cls, values: Any) -> Totals:
-        """Return the totals that a sum of summaries holds."""
-        return cls._make([*values[:_HEADER], values[_HEADER:_TERMS_END], values[_TERMS_END:]])
+    rule: Rule
+    places: Sequence[Place]
+    world: World
+    device: torch.device
+    user_ends_windows: bool = False
+    in_pieces: bool = False
+    has_float16: bool = False
+    judges: bool = False
 
     @property
-    def problem(self) -> str | None:
-        """Why no rank can use the window, or None; only for totals on the host."""
-        if self.faults != 0:
-            return "a weight or a share is not usable"
-        # For equal numbers the square of their sum is their count times the sum of their squares. `x * x` is rounded
-        # once, like the other product; `x**2` may not be.
-        alike = self.digest * self.digest == self.pairs * self.digests
-        return None if alike else _DIFFERENT
+    def place(self) -> Place:
+        """The place of this rank."""
+        return self.places[self.world.rank]
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether ranks exchange totals in every window."""
+        if self.rule.uses_weight or self.judges:
+            return True
+        # They divide by the length of the window, which may then differ between ranks.
+        return self.user_ends_windows and self.rule.averages_window
+
+    @property
+    def knows_totals_before_backward(self) -> bool:
+        """Whether a window of one micro-batch exchanges its totals before the backward, on all ranks."""
+        return not (self.user_ends_windows or self.in_pieces or self.has_float16)
 
 
-_HEADER = len(Totals._fields) - 2
-_TERMS_END = _HEADER + MOST_TERMS
-_UNKNOWN = Totals.of([0.0] * (_HEADER + 1))
+class Lift:
+    """What losses carry beside their multipliers where `Z` is known only after the backward; one for all windows.
 
-
-def _scaled(multiplier: Any, scale: float, normalizer: Any) -> Any:
-    """Return `multiplier * N * W / Z`, with `scale = N * W`; 0 where there is nothing to normalize.
-
-    This function decides every scale of the reduction. In this order equal weights give exactly 1.
+    Under a rule with weights it is chosen in the first window whose loss has any weight. Under a rule without weights
+    `Z` is known, and the lift is the whole factor, without N for rules that divide by the length of the window.
     """
-    if isinstance(normalizer, Tensor):
-        return torch.where(normalizer > 0, multiplier * scale / normalizer, 0.0)
-    return multiplier * scale / normalizer if normalizer > 0 else 0.0 * multiplier
+
+    def __init__(self, options: WindowOptions) -> None:
+        """Choose nothing yet."""
+        self._options = options
+        self._power_of_two: float | None = None
+        shares = [share_of(options.rule, place, 1.0) for place in options.places]
+        self.normalizer = float(sum(share.normalizer for share in shares))
+        """`Z` of a window of one micro-batch, under a rule without weights."""
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether it will not change any more."""
+        return self._power_of_two is not None
+
+    def choose(self, normalizer: float) -> None:
+        """Choose it by the largest normalizer of a micro-batch of any rank. A collective operation.
+
+        If no rank has any weight, the next window asks again.
+        """
+        options = self._options
+        with torch.profiler.record_function("GradAvg: choose lift"):
+            (largest,) = Tally([normalizer], "max", options.device, options.world.group).read()
+        self._power_of_two = inverse_power_of_two(largest)
+
+    def value(self, divisor: float) -> float:
+        """Return the lift of a window whose losses the training loop divides by `divisor`."""
+        options = self._options
+        if options.rule.uses_weight:
+            return 1.0 if self._power_of_two is None else self._power_of_two
+        if options.has_float16:
+            return 1.0
+        if options.rule.averages_window:
+            return factor_before(1.0, 1.0, options.world.size, self.normalizer)
+        return factor_before(1.0, divisor, options.world.size, self.normalizer)
+
+
+class WindowState(Enum):
+    """Where a window is. `Window` has the table of what each state allows."""
+
+    EMPTY = "has no micro-batch"
+    ENTERED = "has a loss whose backward has not begun"
+    BACKWARD = "runs a backward"
+    OPEN = "waits for its next micro-batch"
+    REDUCED = "holds the gradients of the rule"
+
+
+_ALLOWED = {
+    WindowState.EMPTY: {WindowState.ENTERED},
+    WindowState.ENTERED: {WindowState.BACKWARD},
+    WindowState.BACKWARD: {WindowState.OPEN, WindowState.REDUCED},
+    WindowState.OPEN: {WindowState.ENTERED},
+    WindowState.REDUCED: {WindowState.EMPTY},
+}
+
+
+class WindowRecord(NamedTuple):
+    """What a report says of a reduced window, on one rank."""
+
+    micro_batches: Sequence[MicroBatch]
+    losses: Sequence[Tensor]  # of each micro-batch, as the user computed it
+    shares: Sequence[Share]  # of each micro-batch, in a window of this length
+    local_divisor: float  # this rank's gradient before the reduction is sum(w * g) over this
+
+
+class _Gradient(NamedTuple):
+    """A parameter's gradient as a backward of a user's loop has left it; nothing keeps the gradient alive."""
+
+    parameter: nn.Parameter
+    gradient: TensorWeakRef
+    version: int
+
+    @property
+    def is_touched(self) -> bool:
+        """Whether the user has written into it, or replaced it."""
+        gradient = self.parameter.grad
+        if gradient is None or self.gradient() is not gradient:
+            return True
+        return bool(version_of(gradient) != self.version)
+
+    @property
+    def is_cleared(self) -> bool:
+        """Whether the user has set it to None, or to zeros. Reads its values if it is touched."""
+        gradient = self.parameter.grad
+        if gradient is None:
+            return True
+        return self.is_touched and not bool(stored(gradient).any())
+
+
+@dataclass
+class _Contents:
+    """What a window holds until it is empty again."""
+
+    micro_batches: list[MicroBatch] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    shares: list[Share] = field(default_factory=list)  # of each micro-batch, in a window of one
+    missing: int = 0  # pairs that a mean does not count: ranks without the micro-batch, added up
+    parameters: Sequence[nn.Parameter] = ()
+    trained: set[nn.Parameter] = field(default_factory=set)  # by the last micro-batch
+    exchange: TotalsExchange | None = None
+    totals: Totals | None = None
+    lift: float = 1.0
+    after: float = 1.0  # the factor of the reduced gradient
 
 
 class Window:
-    """The numbers of this rank's micro-batches since the last reduction.
+    """Weighs the losses of a window, and finishes the gradients that DDP or FSDP has averaged.
 
-    With `compares`, ranks exchange totals even if the rule uses no weights: their windows may have different lengths,
-    or they judge steps together. With `afterwards`, the factor of a window of one is applied after its backward, too,
-    unless the loss has named terms: a rank may not know that all ranks' windows have one micro-batch, or gradients are
-    float16, in which a loss times W may overflow where the result does not.
+    The calls for each micro-batch, in this order:
+
+    1. `add` before the backward. If it is the last of the window, the ranks begin to exchange their totals.
+    2. `begin_backward` sets the factor of the loss. A window of one micro-batch waits for the totals here, where all
+       ranks know that it is one. The gradients from before the window are set aside, if there are any.
+    3. The backward runs. DDP averages if it is the last of the window.
+    4. `end_backward` waits for the totals, if nobody has, and multiplies the gradients.
+    5. `close` adds the gradients from before the window, and the window is empty.
+
+    After an exception, `abandon` discards the window with its gradients, and restores those from before it.
+
+        | state    | allows                                     |
+        |----------|--------------------------------------------|
+        | EMPTY    | `add`                                      |
+        | ENTERED  | `begin_backward`                           |
+        | BACKWARD | `end_backward`                             |
+        | OPEN     | `add`; the user may also zero gradients    |
+        | REDUCED  | `close`                                    |
+        | any      | `abandon`                                  |
+
+    A problem of a rank's micro-batch travels with the totals: all ranks raise one ValueError, before the backward where
+    they wait for the totals there, else after it.
     """
 
-    def __init__(
-        self,
-        rule: Rule,
-        places: Sequence[Place],
-        world: World,
-        device: torch.device,
-        *,
-        compares: bool = False,
-        afterwards: bool = False,
-    ) -> None:
-        self.rule, self.places, self.world, self.device = rule, places, world, device
-        self.afterwards, self._exchanges = afterwards, rule.uses_weight or compares
-        # The training loop divides every loss of the window by this; None: by the window's length.
-        self.loss_divisor: float | None = 1.0
-        self.divided_by = 1.0  # the divisor of this rank's gradient, once the window has ended
-        self.missing = 0  # ranks without the next micro-batch, which a mean doesn't count
-        self.is_alone = False  # whether the only micro-batch carries the whole factor
-        self._raises_late = False  # whether its error waits for the backward, before which some rank reads no totals
-        self._place, self._constant = places[world.rank], 0.0
-        self._next_lift: float | None = None
-        if not rule.uses_weight:
-            self._constant = float(sum(share_of(rule, place, 1.0).normalizer for place in places))
-            self._next_lift = 1.0 if afterwards else float(_scaled(1.0, world.size, self._constant))
-        # The backward runs on unchanged losses, as in stock DDP.
-        self.carries_nothing = not rule.uses_weight and share_of(rule, self._place, 1.0)[0] * self._next_lift == 1
-        self._tally: Tally | None = None
-        self._unchecked: tuple[Window, Tally] | None = None
-        self._known = _UNKNOWN
-        self._expected: Totals | None = None  # the totals of the next window, if the last two had the same
-        self.reset()
+    def __init__(self, options: WindowOptions, model: ModelGradients, lift: Lift) -> None:
+        """Make an empty window; all windows of a run share its lift."""
+        self._options = options
+        self._model = model
+        self._lift = lift
+        self._discarded = DiscardedGradients(model.leaves())
+        self._kept = KeptGradients()
+        self._clear()
 
-    def reset(self) -> None:
-        """Begin a window."""
-        self.micro_batches: list[MicroBatch] = []
-        self.terms: tuple[str, ...] = ()
-        self._missed, self.lift = 0, self._next_lift or 1.0
-        self._assumed: Totals | None = None  # by the only micro-batch, before the totals are there
+    def _clear(self) -> None:
+        self.state = WindowState.EMPTY
+        self._contents = _Contents()
+        self._divisor = 1.0
+        self._is_last = False
+        self._gradients_left: list[_Gradient] = []
 
-    def take(self, micro_batch: MicroBatch, *, last: bool, unread: bool = False) -> None:
-        """Add a micro-batch before its backward. With `unread`, its weights may stay on an accelerator.
-
-        A collective operation if the window has only this micro-batch, or is the first. In a step of several backwards,
-        `last` is False for all of them.
-        """
-        begins, named = not self.micro_batches, tuple(micro_batch.weights) != (WHOLE_LOSS,)
-        # Equal on all ranks, which must all exchange or not.
-        self.is_alone = begins and last and self.rule.uses_weight and (named or not self.afterwards)
-        late = self.device.type == "cpu" and (self.afterwards or self._expected is not None)
-        self._raises_late = self.is_alone and late
-        asks = begins and self._next_lift is None and (self.afterwards or not last)
-        if named and not self.is_alone:
-            # On all ranks together: the window of another rank may have one micro-batch.
-            micro_batch = micro_batch._replace(problem=micro_batch.problem or _NAMED)
-        if self.device.type != "cpu" and (named or not (self.is_alone and unread)):
-            # A bucket holds gradients of all terms, so a term of weight 0 must be stopped at its loss.
-            micro_batch = micro_batch.read()
-        self.add(micro_batch)
-        if asks:
-            self._ask(named=named)
-        if self.is_alone:
-            self.exchange()
-
-    def _ask(self, *, named: bool) -> None:
-        """Learn the first lift; later ones follow from earlier windows. If no rank has any weight, the next one asks.
-
-        Only ranks that all name their terms, or none, make the same exchanges.
-        """
-        largest = max(float(share.normalizer) for share in self.micro_batches[0].shares.values())
-        row = [largest, float(named), float(not named)]
-        number, some_named, some_not = Tally(row, "max", self.device, self.world.group).read()
-        if some_named and some_not:
-            self._raise(_DIFFERENT, [self._must_agree])
-        self._next_lift = _lift_of(number)
-        self.lift = self._next_lift or 1.0
-
-    def add(self, micro_batch: MicroBatch) -> MicroBatch:
-        """Append a micro-batch; return it with its shares, or its problem."""
-        self.micro_batches.append(self._judged(micro_batch))
-        self.terms = tuple(sorted({*self.terms, *micro_batch.weights}))
-        self._missed += self.missing
-        return self.micro_batches[-1]
+    def _change(self, state: WindowState) -> None:
+        assert state in _ALLOWED[self.state], f"a window that {self.state.value} cannot be one that {state.value}"
+        self.state = state
 
     @property
     def length(self) -> int:
         """Number of micro-batches."""
-        return len(self.micro_batches)
+        return len(self._contents.micro_batches)
 
     @property
-    def divisor(self) -> float:
-        """`N`, what the training loop divided every loss of the window by."""
-        return self.length if self.loss_divisor is None else self.loss_divisor
-
-    def shares(self, term: str) -> list[Share]:
-        """Return the shares of one term in all micro-batches, zeros where a micro-batch doesn't have it."""
-        alone, (w, z) = [each.shares.get(term, _NOTHING) for each in self.micro_batches], self._of_length
-        return [Share(share.multiplier * w, share.normalizer * z) for share in alone]
-
-    def _judged(self, micro_batch: MicroBatch) -> MicroBatch:
-        """Return a micro-batch with its shares in a window of one, or the problem of weights that the host has read."""
-        shares, problem = dict.fromkeys(micro_batch.weights, _NOTHING), micro_batch.problem
-        for term, weight in micro_batch.weights.items() if problem is None else ():
-            try:
-                share = share_of(self.rule, self._place, weight)
-                shares[term] = share._replace(multiplier=0.0) if micro_batch.absent else share
-            except ValueError as error:
-                problem = f"loss term {term!r}: {error}" if term else str(error)
-        return micro_batch._replace(shares=shares, problem=problem)
-
-    @cached_property
-    def _powers(self) -> Share:
-        return powers_of_length(self.rule, self.places)
+    def trained(self) -> set[nn.Parameter]:
+        """The parameters that the last micro-batch trains."""
+        return self._contents.trained
 
     @property
-    def depends_on_length(self) -> bool:
-        """Whether a share depends on the length of its rank's window."""
-        # Without weights `Z` has as many summands as the window is long.
-        return self._powers != (0.0, 0.0 if self.rule.uses_weight else -1.0)
+    def totals(self) -> Totals:
+        """The totals over all ranks, of a reduced window whose ranks exchange them."""
+        assert self._contents.totals is not None
+        return self._contents.totals
 
-    @property
-    def _of_length(self) -> Share:
-        """The factors between shares in a window of one and in this window."""
-        return Share(*(self.length**power for power in self._powers)) if self.length > 1 else Share(1.0, 1.0)
+    def add(self, loss: WeighedLoss, *, last: bool, divisor: float = 1.0, missing: int = 0) -> None:
+        """Add a micro-batch before its backward. A collective operation for the last, and in the first window.
 
-    def carried(self, *, last: bool) -> list[Any]:
-        """Return the factor of each term of the latest micro-batch, None for no gradient."""
-        if self.is_alone:
-            self._assumed = self._expected if self.terms == (WHOLE_LOSS,) else None
-            return self.alone(self._assumed or self.totals())
-        if last:
-            self.exchange()
-        multipliers = [float(share.multiplier) for share in self.micro_batches[-1].shares.values()]
-        return [w * self.lift if w > 0 else None for w in multipliers]
+        Args:
+            loss: The loss.
+            last: Whether the window ends with it.
+            divisor: N, what the training loop divides every loss of the window by.
+            missing: Number of ranks that have no such micro-batch, which a mean does not count.
+        """
+        if self.state == WindowState.ENTERED:
+            # Its backward never began, as in a pass of Lightning without backward.
+            self.abandon()
+        self._change(WindowState.ENTERED)
+        self._divisor = divisor
+        self._is_last = last
+        with self.abandoned_on_error():
+            if self.length == 0:
+                self._kept.add_back()  # those of a step that was skipped
+                self._contents.parameters = self._model.parameters()
+            micro_batch = self._model.checked(self._checked(loss.micro_batch))
+            share = self._share(micro_batch)
+            if isinstance(share, str):
+                micro_batch = micro_batch._replace(problem=share)
+                share = Share(0.0, 0.0)
+            self._contents.micro_batches.append(micro_batch)
+            self._contents.losses.append(loss.plain)
+            self._contents.shares.append(share)
+            self._contents.missing += missing
+            if self.length == 1:
+                self._choose_lift()
+            loss.micro_batch = self._require_finite_factor()
+            if last and self._options.exchanges:
+                self._contents.exchange = TotalsExchange(self._row(), self._options.world, self._options.device)
 
-    def alone(self, totals: Totals) -> list[Any]:
-        """Return the whole factor of each term of the window's only micro-batch, None for no gradient."""
-        scale, shares = self.divisor * self.world.size, self.micro_batches[0].shares.values()
-        of_terms = [(share.multiplier, self._usable(totals, index)) for index, share in enumerate(shares)]
-        self.divided_by = of_terms[0][1] / self.world.size
-        return [_scaled(w, scale, z) if isinstance(w, Tensor) or w > 0 else None for w, z in of_terms]
+    def _checked(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch, with a problem if the window cannot have it."""
+        contents, rule = self._contents, self._options.rule
+        stopped = contents.trained
+        contents.trained = {parameter for parameter in contents.parameters if parameter.requires_grad}
+        if self.length == 0 or micro_batch.problem is not None:
+            return micro_batch
+        if depends_on_length(rule, self._options.places) and not rule.averages_window:
+            return micro_batch._replace(
+                problem=f"a share of the reduction rule {rule.name!r} depends on the number of micro-batches in the"
+                " window, which is not known before it ends. Do not accumulate, or have the rule use neither"
+                " place.world_size nor place.ranks_on_node"
+            )
+        for parameter in stopped - contents.trained:
+            if parameter.grad is not None:
+                return micro_batch._replace(
+                    problem=f"a parameter of shape {tuple(parameter.shape)} stopped training within a window, so"
+                    " nothing reduces the gradient that it has. Freeze parameters between two optimizer steps"
+                )
+        return micro_batch
 
-    def finished(self) -> Any:
-        """Return the factor of the reduced gradient, or raise the window's error on all ranks."""
-        if not self.is_alone:
-            return self._after(self.totals())
-        if self._assumed is None:
-            if self._raises_late:
-                self._checked(self._known)
-            return 1.0
-        (assumed, *_), (normalizer, *_) = self._assumed.normalizers, self.totals().normalizers
-        self.divided_by = normalizer / self.world.size
-        return _scaled(assumed, 1.0, normalizer)
+    def _share(self, micro_batch: MicroBatch) -> Share | str:
+        """Return the share of a micro-batch in a window of one, or why it has none."""
+        if micro_batch.problem is not None:
+            return Share(0.0, 0.0)
+        try:
+            share = share_of(self._options.rule, self._options.place, micro_batch.weight)
+        except ValueError as error:
+            return str(error)
+        if micro_batch.absent:
+            # It adds to Z of a rule without weights, where a missing loss counts as one of 0.
+            return share._replace(multiplier=0.0)
+        return share
 
-    def _after(self, totals: Totals) -> Any:
-        """Return the factor of the reduced gradient of a longer window."""
-        ratio, of_z = self._of_length
-        self.divided_by = ratio * self.divisor / self.lift
-        scale = self.divisor * self.world.size
-        if self.rule.uses_weight:
-            return _scaled(ratio, scale / of_z, self._usable(totals, 0)) / self.lift
-        normalizer = self._constant * self.length ** (1 + self._powers.normalizer) - self._missed
-        return _scaled(ratio, scale, normalizer) / self.lift
+    def _choose_lift(self) -> None:
+        """Choose what the losses of this window carry, unless it is the whole factor."""
+        options = self._options
+        alone = self._is_last and options.knows_totals_before_backward
+        if options.rule.uses_weight and not alone and not self._lift.is_chosen:
+            self._lift.choose(float(self._contents.shares[0].normalizer))
 
-    def _usable(self, totals: Totals, index: int) -> Any:
-        """Return `Z` of a loss term, 0 in a faulty window, whose step then changes nothing."""
-        z = totals.normalizers[index]
-        return z.masked_fill(totals.faults != 0, 0) if isinstance(z, Tensor) else z
+    def _require_finite_factor(self) -> MicroBatch:
+        """Return the latest micro-batch, with a problem if its weight is too large beside the first ones of the run."""
+        contents = self._contents
+        micro_batch = contents.micro_batches[-1]
+        multiplier = float(contents.shares[-1].multiplier)
+        if micro_batch.problem is None and not math.isfinite(multiplier * self._lift.value(self._divisor)):
+            micro_batch = micro_batch._replace(
+                problem=f"its multiplier {multiplier:g} overflows when it is scaled by the first weights of the run."
+                " Scale the weights so that those of all windows are of similar magnitude"
+            )
+            contents.micro_batches[-1] = micro_batch
+        return micro_batch
 
-    def exchange(self, more: Sequence[float] = ()) -> None:
-        """Begin to sum the ranks' summaries, if they are needed, with `more` numbers."""
-        self._tally = Tally(self._summarized(more), "sum", self.device, self.world.group) if self._exchanges else None
-
-    def _summarized(self, more: Sequence[float] = ()) -> Tensor:
-        """Return the float64 vector whose sum over the ranks `Totals` reads."""
-        counted = sum(not each.absent for each in self.micro_batches)
-        digest = crc32(self._must_agree.encode()) % 2**16
-        faults = sum(each.problem is not None for each in self.micro_batches)
-        without_loss = any(each.without_loss for each in self.micro_batches)
-        sums, unread = [0.0] * MOST_TERMS, None
-        for index, term in enumerate(self.terms if self.rule.uses_weight else ()):
-            shares = [each.shares[term] for each in self.micro_batches if term in each.shares]
-            if isinstance(shares[0].normalizer, Tensor):
-                (unread,) = shares  # alone in its window
-            else:
-                sums[index] = float(sum(share.normalizer for share in shares))
-        header = [faults, without_loss, counted, counted * digest, counted * digest * digest]
-        summary = torch.frombuffer(array("d", [*header, *sums, *more]), dtype=torch.float64)
-        if self.device.type != "cpu":
-            summary = on_device(summary, self.device)
-        if unread is not None:
-            numbers = torch.stack(unread)
-            summary[_HEADER] = unread.normalizer
-            summary[0] += ((numbers >= 0) & (numbers < math.inf)).logical_not().sum()
-        return summary
-
-    @property
-    def _must_agree(self) -> str:
-        """What must be equal on all ranks with a micro-batch that counts."""
-        terms = ", ".join(map(repr, filter(None, self.terms)))
-        given = any(each.explicit for each in self.micro_batches)
-        of_length = self.length > 1 and self.depends_on_length
-        return (
-            f"{f'the loss terms {terms}' if terms else 'one loss'}, {'a' if given else 'no'} weight given"
-            f"{f', in a window of {self.length}, which {self.rule.name!r} depends on' if of_length else ''}"
+    def _row(self) -> Totals:
+        micro_batches = self._contents.micro_batches
+        normalizers = [share.normalizer for share in self._contents.shares]
+        return Totals.of_rank(
+            faults=sum(micro_batch.problem is not None for micro_batch in micro_batches),
+            without_loss=any(micro_batch.without_loss for micro_batch in micro_batches),
+            pairs=sum(not micro_batch.absent for micro_batch in micro_batches),
+            agreement=must_agree(self._options.rule, micro_batches),
+            normalizer=float(sum(normalizers)),
         )
 
-    def totals(self) -> Totals:
-        """Return the totals, zeros if nothing was exchanged; if the window is unusable, raise on all ranks.
+    def begin_backward(self, loss: WeighedLoss) -> None:
+        """Set the factor of the loss that was added, and discard its gradient if it does not count."""
+        self._change(WindowState.BACKWARD)
+        with self.abandoned_on_error():
+            contents, options = self._contents, self._options
+            if self.length == 1 and not options.in_pieces:
+                self.set_kept_aside()
+            multiplier = float(contents.shares[-1].multiplier)
+            if self._has_whole_factor:
+                totals = self._read_totals()
+                loss.factor = factor_before(multiplier, self._divisor, options.world.size, totals.normalizer)
+                contents.lift = factor_before(1.0, self._divisor, options.world.size, totals.normalizer)
+            else:
+                contents.lift = self._lift.value(self._divisor)
+                loss.factor = multiplier * contents.lift
+            self._discarded.begin(loss.micro_batch)
 
-        On an accelerator nobody waits: the error is that of the previous window.
+    @property
+    def _has_whole_factor(self) -> bool:
+        """Whether the only loss of the window carries the whole factor, so that nothing is multiplied afterwards."""
+        if not self._options.rule.uses_weight or not self._options.knows_totals_before_backward:
+            return False
+        return self._is_last and self.length == 1
+
+    def set_kept_aside(self) -> None:
+        """Set aside the gradients from before the window, if they must be told from its own."""
+        if not self._keeps_apart:
+            return
+        contents = self._contents
+        if self._options.user_ends_windows:
+            # The others may be those of another open window.
+            self._kept.set_aside([parameter for parameter in contents.parameters if parameter in contents.trained])
+        else:
+            self._kept.set_aside(contents.parameters)
+
+    @property
+    def _keeps_apart(self) -> bool:
+        options = self._options
+        if options.judges:
+            return True
+        if options.user_ends_windows:
+            # Your loop may go on after an exception, with the gradients from before the window.
+            return True
+        if self._has_whole_factor:
+            # DDP averages the sum of both, and those from before are the same on all ranks.
+            return False
+        if options.rule.uses_weight or options.has_float16:
+            return True
+        return options.rule.averages_window
+
+    def end_backward(self) -> bool:
+        """Finish the gradients if the last backward ended; return whether it did."""
+        self._discarded.end()
+        if not self._is_last:
+            self._change(WindowState.OPEN)
+            if self._options.user_ends_windows:
+                self._note_gradients()
+            return False
+        with self.abandoned_on_error():
+            self._contents.after = self._factor_after()
+            self._model.finish(self._contents.parameters, self._contents.after)
+        self._change(WindowState.REDUCED)
+        return True
+
+    def _factor_after(self) -> float:
+        """Return what the reduced gradient is multiplied by."""
+        contents, options = self._contents, self._options
+        if options.exchanges and contents.totals is None:
+            self._read_totals()
+        if self._has_whole_factor:
+            return 1.0
+        if options.rule.uses_weight:
+            normalizer = self.totals.normalizer
+        else:
+            normalizer = self._normalizer_without_weights()
+        return factor_after(self._divisor, options.world.size, normalizer, contents.lift)
+
+    def _normalizer_without_weights(self) -> float:
+        """Return `Z` of a rule without weights."""
+        normalizer = self._lift.normalizer
+        if self._options.rule.averages_window:
+            normalizer *= self.length
+        # A mean counts pairs, and leaves out those of ranks that have no micro-batch. Other rules refuse such steps.
+        return normalizer - self._contents.missing
+
+    def _read_totals(self) -> Totals:
+        """Return the totals, or raise the same error on all ranks."""
+        assert self._contents.exchange is not None
+        totals = self._contents.exchange.read()
+        self._contents.totals = totals
+        if not totals.is_usable:
+            raise_together(totals, self._options.rule, self._options.world, self._contents.micro_batches)
+        return totals
+
+    def record(self) -> WindowRecord:
+        """Return what a report says of the window, which is reduced."""
+        contents, options = self._contents, self._options
+        place = in_window(options.place, self.length)
+        shares: list[Share] = []
+        for micro_batch in contents.micro_batches:
+            share = share_of(options.rule, place, micro_batch.weight)
+            if micro_batch.absent:
+                share = share._replace(multiplier=0.0)
+            shares.append(share)
+        multiplier = sum(float(share.multiplier) for share in shares)
+        multiplier_alone = sum(float(share.multiplier) for share in contents.shares)
+        ratio = multiplier / multiplier_alone if multiplier_alone > 0 else 1.0
+        return WindowRecord(contents.micro_batches, contents.losses, shares, ratio * self._divisor / contents.lift)
+
+    def _note_gradients(self) -> None:
+        self._gradients_left.clear()
+        for parameter in self._contents.trained:
+            gradient = parameter.grad
+            if gradient is not None:
+                self._gradients_left.append(_Gradient(parameter, TensorWeakRef(gradient), version_of(gradient)))
+
+    def was_cleared(self) -> bool:
+        """Return whether the user has zeroed the gradients of an open window, and so given it up.
+
+        Raises:
+            ValueError: If some of its gradients were zeroed, and others were not, as if each of two optimizers had a
+                window of its own.
         """
-        self.check()
-        before, self._known = self._known, _UNKNOWN
-        if self._tally is not None and self.device.type == "cpu":
-            self._known = Totals.of(self._tally.read())
-            late = self._raises_late and self._assumed is None
-            # A total of 0 tells nothing of the next one, by which nothing could be made up for.
-            steady = self._known == before and self.world.size > 1 and min(self._known.normalizers[:1]) > 0
-            self._expected = self._known if steady else None
-            if not late:
-                self._checked(self._known)
-        elif self._tally is not None:
-            self._unchecked = copy.copy(self), self._tally
-            self._tally.wait()
-            self._known = Totals.of(self._tally.row)
-        return self._known
+        cleared = [noted for noted in self._gradients_left if noted.is_cleared]
+        if len(cleared) == len(self._gradients_left):
+            return bool(cleared)
+        rest = [noted for noted in self._gradients_left if not noted.is_cleared]
+        # Clipping within a window touches all gradients, and may leave some that are zero.
+        if cleared and not all(noted.is_touched for noted in rest):
+            raise ValueError(f"the gradients of some parameters were zeroed within a window: {_TWO_OPEN}")
+        return False
 
-    def check(self) -> Totals:
-        """Return the totals of the last window on the host; raise its error if they had not been read yet."""
-        unchecked, self._unchecked = self._unchecked, None
-        if unchecked is None:
-            return self._known
-        window, tally = unchecked
-        totals = window._checked(Totals.of(tally.read()))  # noqa: SLF001  # of the same class
-        self._next_lift = window._next_lift  # noqa: SLF001  # likewise
-        return totals
+    def close(self, *, skipped: bool = False) -> None:
+        """Add the gradients from before the window to its own, and begin an empty one.
 
-    def _checked(self, totals: Totals) -> Totals:
-        """Raise the error of this window, or derive the next lift from its weights."""
-        if totals.problem is not None:
-            self._raise(totals.problem, self.problems() if totals.faults != 0 else [self._must_agree])
-        if self.rule.uses_weight:
-            self._next_lift = _lift_of(max(totals.normalizers) / max(totals.pairs, 1)) or self._next_lift
-        return totals
+        If the step is `skipped`, the optimizer must see no gradients. They come back when the next window begins.
+        """
+        self._change(WindowState.EMPTY)
+        if not skipped:
+            self._kept.add_back()
+        self._clear()
 
-    def _raise(self, problem: str, mine: list[str]) -> NoReturn:
-        """Raise the same error on all ranks, with what each of them has to say."""
-        found = self.world.gather_objects(mine)
-        culprits = "".join(f"\n  rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts)
-        raise ValueError(f"reduction {self.rule.name!r}: {problem}.{culprits}")
+    def abandon(self) -> None:
+        """Discard the window and its gradients, and restore those from before it."""
+        self._discarded.end()
+        self._kept.restore()
+        self._clear()
 
-    def problems(self) -> list[str]:
-        """Return the problems of this rank's micro-batches. Reads their weights."""
-        self.micro_batches = [self._judged(each.read()) for each in self.micro_batches]
-        found = enumerate(each.problem for each in self.micro_batches)
-        return [f"micro-batch {index} of the window: {problem}" for index, problem in found if problem is not None]
-
-
-def _lift_of(number: float) -> float | None:
-    """Return the inverse of a power of two above a number; None unless the number is finite and positive."""
-    # Within these bounds the power and its inverse are normal numbers.
-    return math.ldexp(1.0, -min(max(math.frexp(number)[1], -1022), 1022)) if 0 < number < math.inf else None
-
-
-class Accumulation(Window):
-    """A window with the gradients that it computed, and no others.
-
-    With `owned_by_user`, as in manual optimization and in your own loop, gradients may exist before the window and may
-    change within it. Autograd accumulates into `leaves`, by default the parameters. The engine does not know those that
-    were `frozen` when it was built. With `guards`, gradients of other backwards are an error. On an accelerator, `mask`
-    masks gradients by weights that the host has not read.
-    """
-
-    _stopped: float | None = None  # the factor of a term that doesn't count
-
-    def __init__(
-        self,
-        *numbers: Any,
-        parameters: Sequence[nn.Parameter],
-        owned_by_user: bool,
-        leaves: Sequence[nn.Parameter] = (),
-        frozen: Sequence[nn.Parameter] = (),
-        guards: bool = False,
-        mask: Callable[[MicroBatch], None] | None = None,
-        compares: bool = False,
-        afterwards: bool = False,
-    ) -> None:
-        super().__init__(*numbers, compares=compares, afterwards=afterwards)
-        self.parameters, self._leaves = list(parameters), leaves or list(parameters)
-        self.frozen, self._owned_by_user, self._mask = frozen, owned_by_user, mask
-        self._before: list[Tensor | None] = []  # gradients from before the window
-        self._left: list[tuple[Tensor | None, int]] = []  # gradients that the user may change, and their versions
-        self._trained: list[bool] = []
-        # The backwards of this step before its last, and their gradients.
-        self._pieces, self._of_pieces = 0, list[Tensor | None]()
-        self._inside: list[RemovableHandle] = []  # hooks of the running backward
-        self._entered = self._begun = self._running = self._last = False
-        self._handles = [one.register_hook(self._guard) for one in self._leaves if guards and one.requires_grad]
-
-    def begin_step(self, *, anew: bool) -> None:
-        """Begin a step. Abandon the window of an unfinished step; with `anew`, drop one that the epoch cut off."""
-        if self._pieces > 0:
-            self._of_pieces, self._pieces = [], 0
-            self.abandon()
-        if anew:
-            self.reset()
+    def drop(self) -> None:
+        """Forget the window, whose gradients the user has zeroed, and with them those from before it."""
+        self._kept.forget()
+        self._clear()
 
     @contextmanager
-    def _or_abandon(self) -> Iterator[None]:
-        """Abandon the window if something raises: the loop may go on, as after a batch that didn't fit in memory."""
+    def abandoned_on_error(self) -> Iterator[None]:
+        """Abandon the window if something raises: the loop may go on, as after a batch that did not fit in memory."""
         try:
             yield
         except BaseException:
             self.abandon()
             raise
 
-    def enter(self, loss: WeighedLoss, *, last: bool) -> None:
-        """Add a loss to the window before its backward, as `Window.take` does."""
-        if self._entered:
-            self.abandon()  # its backward has never begun
-        with self._or_abandon():
-            self.take(self._micro_batch(loss), last=last, unread=self._mask is not None)
-        self._entered = True
 
-    def _micro_batch(self, loss: WeighedLoss) -> MicroBatch:
-        return self._of_user(loss.micro_batch) if self._owned_by_user else loss.micro_batch
+class OpenWindows:
+    """The windows of a run. Under a loop of the user's, every optimizer may have one, of parameters of its own.
 
-    def _of_user(self, micro_batch: MicroBatch) -> MicroBatch:
-        """Return a micro-batch, with a problem if it trains other parameters than the window's earlier ones."""
-        if self.micro_batches and self._cleared():
-            self._before = []
-            self.reset()
-        before, self._trained = self._trained, [parameter.requires_grad for parameter in self.parameters]
-        differs = self.micro_batches and before != self._trained
-        return micro_batch._replace(problem=_OTHERS) if differs else micro_batch
+    Two windows are open at once if a loop accumulates for one optimizer while it accumulates for another, as with
+    `toggle_model(sync_grad=False)`. The parameters that train tell which window a loss belongs to. If two windows
+    share some parameters, no factor is right for both, and all is given up with an error.
+    """
 
-    def begin(self, loss: WeighedLoss, *, last: bool) -> None:
-        """Weigh a loss at the root of its backward, after which come `reduce` and `end`, or `abandon`."""
-        self.enter(loss, last=last)
-        with self._or_abandon():
-            self._start(loss, last=last)
+    def __init__(self, options: WindowOptions, model: ModelGradients) -> None:
+        """Begin a run without an open window."""
+        self.options = options
+        self._model = model
+        self._lift = Lift(options)
+        self._windows: list[Window] = []
 
-    def backward(self, loss: WeighedLoss, run: Callable[[], None], *, last: bool, final: bool) -> None:
-        """Call `run` for the backward of the entered loss: the `last` of its window, the `final` of its step, or not.
+    def next(self) -> Window:
+        """Return the window that the next loss belongs to: an open one, or an empty one.
 
-        If it raises, the window is abandoned, and its gradients with it.
+        Raises:
+            ValueError: If the loss would train parameters of two windows.
         """
-        with self._piece(final=final) if self._pieces > 0 or not final else nullcontext(), self._or_abandon():
-            self._start(loss, last=last)
-            run()
-            self._remove_hooks()
-
-    @contextmanager
-    def _piece(self, *, final: bool) -> Iterator[None]:
-        """Keep the gradients of a step's backwards for the final one: the loop zeroes gradients in between."""
-        before, began = [p.grad for p in self.parameters], self.length == self._pieces + 1
-        if final and began:
-            self._before, before = self._copies(), []
-        self._set_gradients(self._of_pieces)
-        if final:
-            self._of_pieces, self._pieces = [], 0
-            self._add(before)
-            yield
-            return
-        self._pieces += 1
+        if not self.options.user_ends_windows:
+            if not self._windows:
+                self._windows.append(self._new())
+            return self._windows[0]
         try:
-            yield
-            self._of_pieces = [p.grad for p in self.parameters]
-        finally:
-            self._set_gradients(before)
+            return self._of_trained()
+        except ValueError:
+            self.abandon()
+            raise
 
-    def _set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        for parameter, gradient in zip(self.parameters, gradients or [None] * len(self.parameters), strict=True):
-            parameter.grad = gradient
+    def _of_trained(self) -> Window:
+        """Return the open window of the parameters that train now."""
+        trained = {parameter for parameter in self._model.parameters() if parameter.requires_grad}
+        self._windows = [window for window in self._windows if window.state != WindowState.EMPTY]
+        for window in self._windows:
+            if window.state == WindowState.ENTERED:
+                window.abandon()  # the backward of its loss has never begun
+            elif window.state == WindowState.OPEN and window.was_cleared():
+                window.drop()
+        for window in self._windows:
+            if window.trained == trained:
+                return window
+        for window in self._windows:
+            if window.state == WindowState.OPEN and not window.trained.isdisjoint(trained):
+                raise ValueError(f"reduction {self.options.rule.name!r}: {_TWO_OPEN}")
+        self._windows.append(self._new())
+        return self._windows[-1]
 
-    def _add(self, gradients: Sequence[Tensor | None]) -> None:
-        for parameter, gradient in zip(self.parameters, gradients, strict=False):
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    def _new(self) -> Window:
+        return Window(self.options, self._model, self._lift)
 
-    def _start(self, loss: WeighedLoss, *, last: bool) -> None:
-        self._entered, self._running, self._last = False, True, last
-        if self.length == 1:
-            # If nothing is multiplied afterwards, gradients may stay: DDP averages what is equal on all ranks.
-            self._begin(aside=not last or self.afterwards or self.loss_divisor != 1)
-        carried, micro_batch = self.carried(last=last), self.micro_batches[-1]
-        discarded = micro_batch.absent or micro_batch.problem is not None
-        pairs = [] if discarded else zip(loss.terms, carried, strict=False)
-        counting = [term for term, value in pairs if value is not None]
-        # If nothing counts, zeros: hooks of the user would get an undefined gradient as None.
-        stopped = self._stopped if counting else 0.0
-        if loss.coefficients:
-            loss.coefficients[:] = [stopped if value is None else value for value in carried]
-        if not counting:
-            self._inside += gradients_discarded(self._leaves, nan_only=not discarded)
-        if len(counting) < len(carried):
-            self._inside += nan_stopped(loss.value, counting)
-        if self._mask is not None:
-            self._mask(micro_batch)
+    @property
+    def are_empty(self) -> bool:
+        """Whether no window has a micro-batch."""
+        return all(window.state == WindowState.EMPTY for window in self._windows)
 
-    def _begin(self, *, aside: bool) -> None:
-        """Begin a window, and set existing gradients aside."""
-        self._before, self._begun = [], True
-        if aside and any(parameter.grad is not None for parameter in self.parameters):
-            self._before = self._copies()
-            self._set_gradients([])
-
-    def _copies(self) -> list[Tensor | None]:
-        # A gradient may live in a bucket of DDP, which the next reduction overwrites.
-        return [None if parameter.grad is None else parameter.grad.clone() for parameter in self.parameters]
-
-    def _guard(self, gradient: Tensor) -> None:
-        if not self._running:
-            raise RuntimeError(
-                f"a gradient of shape {tuple(gradient.shape)} reached the model by a backward that bypassed"
-                f" reduction={self.rule.name!r}, so it would be averaged. Call self.manual_backward,"
-                " fabric.backward or GradAvgReducer.weigh(...).backward() with weight= instead of loss.backward()."
-            )
-
-    def _remove_hooks(self) -> None:
-        for handle in self._inside:
-            handle.remove()
-        self._inside.clear()
-
-    def close(self) -> None:
-        """Remove the hooks from the parameters."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _cleared(self) -> bool:
-        """Return whether the user zeroed the gradients of an unfinished window, which abandons it."""
-        gradients = [parameter.grad for parameter in self.parameters]
-        touched = any(
-            now is not left or (now is not None and version_of(now) != version)
-            for now, (left, version) in zip(gradients, self._left, strict=True)
-        )
-        # Only after a change are values read, which waits for an accelerator.
-        return touched and not any(bool(stored(gradient).any()) for gradient in gradients if gradient is not None)
-
-    def reduce(self) -> bool:
-        """Finish the gradients if the last backward ended the window; return whether it did."""
-        self._remove_hooks()
-        self._running = False
-        if not self._last:
-            if self._owned_by_user:
-                self._left = [(p.grad, 0 if p.grad is None else version_of(p.grad)) for p in self.parameters]
-            return False
-        with self._or_abandon():
-            factor = self.finished()
-            if isinstance(factor, Tensor) or factor != 1:
-                trained = (parameter.grad for parameter in self.parameters if parameter.requires_grad)
-                self._scale([gradient for gradient in trained if gradient is not None], factor)
-            if unfrozen := [parameter for parameter in self.frozen if parameter.requires_grad]:
-                average_gradients(unfrozen, group=self.world.group)
-        return True
-
-    def _scale(self, gradients: Sequence[Tensor], factor: Any) -> None:
-        scale_each(map(stored, gradients), factor)
-
-    def end(self) -> None:
-        """Add the gradients from before the window to the reduced ones, and begin the next window."""
-        if self._last:
-            self._add(self._before)
-            self._before, self._begun = [], False
-            self.reset()
+    @property
+    def run_backward(self) -> bool:
+        """Whether the backward of a weighed loss runs."""
+        return any(window.state == WindowState.BACKWARD for window in self._windows)
 
     def abandon(self) -> None:
-        """Discard the window, and restore the gradients from before it."""
-        self._remove_hooks()
-        if self._begun:
-            self._set_gradients(self._before)
-        self._before, self._begun = [], False
-        self._entered = self._running = False
-        self.reset()
+        """Give up all windows, and restore the gradients from before them."""
+        for window in self._windows:
+            window.abandon()

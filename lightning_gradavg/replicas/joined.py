@@ -18,7 +18,7 @@ from lightning_gradavg.device import on_device
 from lightning_gradavg.methods import logged_as
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.gather import gather
-from lightning_gradavg.reduction.weights import zero_loss
+from lightning_gradavg.reduction.loss import zero_loss
 from lightning_gradavg.stand_in import reduction_name
 from lightning_gradavg.tree import leaves, mapped
 

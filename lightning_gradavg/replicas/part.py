@@ -30,8 +30,8 @@ from lightning_gradavg.options import Options
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.random_state import random_state, restore_random_state, seeded
 from lightning_gradavg.reduction.gather import losses_weighed, require_allowed
+from lightning_gradavg.reduction.loss import sparse_weights
 from lightning_gradavg.reduction.reduction import Reduction
-from lightning_gradavg.reduction.weights import sparse_weights
 from lightning_gradavg.replicas.batch_norm import count_rows, synchronized_batch_norm
 from lightning_gradavg.replicas.buffers import SharedBuffers
 from lightning_gradavg.replicas.joined import ReplicaLog, gather_outputs, join_steps, of_whole_run
@@ -95,6 +95,9 @@ class OneForward(Part):
     def weight(self, chunk: Chunk | None) -> float | None:
         """Return the weight of a loss that has none: the samples of its batch, None where they are not known."""
         return None if chunk is None else chunk.samples
+
+    def end_step(self) -> None:
+        """End a step whose gradients are reduced."""
 
     def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
         """Return the output of a training step, with its loss weighed."""
@@ -183,7 +186,8 @@ class Replicas(OneForward):
         count_rows(counted=piece.replica is not None)
         with local, around:
             weight = whole if whole is None or self._gathers else piece.samples
-            output = step.reduction.read(step.forward(batch, *args), weight, None if self._gathers else batch)
+            output = step.forward(batch, *args)
+            output = step.reduction.read(output, weight, None if self._gathers else batch, final=last)
             if not last:
                 step.backward()
         return output

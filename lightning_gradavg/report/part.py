@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_gradavg.part import Part, Run
-from lightning_gradavg.reduction.weights import WeighedLoss
-from lightning_gradavg.reduction.window import Window
-from lightning_gradavg.report.report import StepReport, known_sum, measure_rank
+from lightning_gradavg.reduction.window import WindowRecord
+from lightning_gradavg.report.report import StepReport, measure_rank
+from lightning_gradavg.rules import Rule
 from lightning_gradavg.tree import batch_samples
 
 __all__ = ["Reports", "local_gradients", "squared_norm"]
@@ -57,14 +57,24 @@ def _total(values: Iterable[Tensor], device: torch.device | None) -> Tensor:
 class Reports(Part):
     """Reports single optimizer steps. Steps that are not observed cost nothing.
 
-    If the loss of a rank `crosses_ranks`, its samples are unknown. `facts` returns `learning_rates` and `lr_scale`.
+    The calls of an observed step: `observe_next_step`; `begin_step` when its window begins; then for each micro-batch
+    `samples_of` and `backward`; and `reduced` after its reduction, or `skipped`.
     """
 
     observing = False
     """Whether a step is asked for, or under way."""
 
-    def __init__(self, *, crosses_ranks: bool, facts: Callable[[], Mapping[str, Any]]) -> None:
-        self._crosses_ranks, self._facts = crosses_ranks, facts
+    def __init__(self, rule: Rule, *, crosses_ranks: bool, facts: Callable[[], Mapping[str, Any]]) -> None:
+        """Report the steps of a run.
+
+        Args:
+            rule: The reduction rule.
+            crosses_ranks: Whether the loss of a rank is over samples of others, so that its own are not known.
+            facts: Returns `learning_rates` and `lr_scale`.
+        """
+        self._rule = rule
+        self._crosses_ranks = crosses_ranks
+        self._facts = facts
         self._asked = False
         self._report: StepReport | None = None
         self._forget()
@@ -75,14 +85,15 @@ class Reports(Part):
         self._forget()
 
     def _forget(self) -> None:
-        self._under_way, self.observing = False, self._asked
-        self._known: float | None = None  # samples of the loss whose backward comes next
-        self._micro_batches: list[tuple[Sequence[Tensor], float | None]] = []  # terms of the loss, samples if known
+        self._under_way = False
+        self.observing = self._asked
+        self._backwards = 0
         self._local: dict[Tensor, Tensor] | None = None  # squared norms of local gradients, after the last backward
 
     def observe_next_step(self) -> None:
         """Observe the step whose window begins next."""
-        self.observing = self._asked = True
+        self._asked = True
+        self.observing = True
 
     def report(self) -> StepReport:
         """Return the numbers of the last observed step, equal on all ranks; RuntimeError if there is none."""
@@ -93,29 +104,35 @@ class Reports(Part):
             )
         return self._report
 
-    def begin_step(self, window: Window) -> Reports | None:
+    def begin_step(self, *, begins_window: bool) -> Reports | None:
         """Begin to observe where that is asked for; return what looks at the step, if any does."""
-        if self._asked and window.length == 0:
+        if self._asked and begins_window:
+            self._asked = False
             self._forget()
-            self._under_way, self._asked = True, False
+            self._under_way = True
+            self.observing = True
         return self if self._under_way else None
 
-    def weighed(self, samples: float | None, batch: Any) -> None:
-        """Note the samples of the loss whose backward comes next, if they are known, else those of its batch."""
-        with suppress(ValueError):
-            samples = batch_samples(batch) if samples is None else samples
-        self._known = None if self._crosses_ranks else samples
+    def samples_of(self, samples: float | None, batch: object) -> float | None:
+        """Return the samples of a micro-batch: `samples` if they are known, else those of its batch, if it tells."""
+        if self._crosses_ranks:
+            return None
+        if samples is not None:
+            return samples
+        try:
+            return float(batch_samples(batch))
+        except ValueError:
+            return None
 
     @contextmanager
-    def backward(self, loss: WeighedLoss, *, last: bool) -> Iterator[None]:
+    def backward(self, *, last: bool) -> Iterator[None]:
         """Surround the backward of a loss, the last one of its window or not."""
-        self._micro_batches.append(([term.detach() for term in loss.terms], self._known))
-        self._known = None
+        self._backwards += 1
         if not (last and self._under_way):  # a step may have several windows, in manual optimization
             yield
             return
         try:
-            with local_gradients(self._parameters, accumulated=len(self._micro_batches) > 1) as self._local:
+            with local_gradients(self._parameters, accumulated=self._backwards > 1) as self._local:
                 yield
         except BaseException:
             self._forget()
@@ -125,21 +142,26 @@ class Reports(Part):
     def _parameters(self) -> Sequence[nn.Parameter]:
         return [parameter for parameter in self.run.ddp.parameters() if parameter.requires_grad]
 
-    def reduced(self, window: Window, *, skipped: bool) -> None:
-        """Report the step, once the gradients of its window are reduced, or the next one. A collective operation."""
-        local, seen = self._local, self._micro_batches[-window.length :]
+    def skipped(self) -> None:
+        """Observe the next step instead of this one."""
+        if self._local is not None:
+            self._asked = True
+            self._forget()
+
+    def reduced(self, record: WindowRecord) -> None:
+        """Report the step, once the gradients of its window are reduced. A collective operation."""
+        local = self._local
         if local is None:
             return
-        self._asked |= skipped
         self._forget()
-        if skipped:
-            return
+        loss_scale = 1.0
         scaler = getattr(self.run.trainer.precision_plugin, "scaler", None)
-        loss_scale = 1.0 if scaler is None else float(scaler.get_scale())
-        reduced = squared_norm([parameter.grad for parameter in self._parameters], self.run.device)
-        own = _total(local.values(), self.run.device)
-        local_norm, norm = (math.sqrt(square) / loss_scale for square in (own, reduced))
-        losses, samples = zip(*seen, strict=True)
-        ranks = window.world.gather_objects(measure_rank(window, losses, known_sum(samples), local_norm))
+        if scaler is not None:
+            loss_scale = float(scaler.get_scale())
+        reduced_square = squared_norm([parameter.grad for parameter in self._parameters], self.run.device)
+        local_square = _total(local.values(), self.run.device)
+        norm = math.sqrt(reduced_square) / loss_scale
+        local_norm = math.sqrt(local_square) / loss_scale
+        ranks = self.run.world.gather_objects(measure_rank(record, self._rule, local_norm))
         step = self.run.trainer.global_step
-        self._report = StepReport.of(window, ranks, gradient_norm=norm, step=step, **self._facts())
+        self._report = StepReport.of(self._rule, ranks, gradient_norm=norm, step=step, **self._facts())

@@ -11,35 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from lightning_gradavg.reduction.window import WindowRecord
+from lightning_gradavg.rules import Rule
 
-from lightning_gradavg.reduction.weights import WHOLE_LOSS
-from lightning_gradavg.reduction.window import Window
-from lightning_gradavg.rules import Share
-
-__all__ = ["SUMMED_LOSSES", "RankMeasurement", "StepReport", "TermReport", "known_sum", "measure_rank"]
+__all__ = ["SUMMED_LOSSES", "RankMeasurement", "StepReport", "known_sum", "measure_rank"]
 
 SUMMED_LOSSES = ("sum", "normalized_sum", "mean_of_node_sums")
 """The rules that are meant for losses that are sums over the samples; every other is for means."""
-
-
-@dataclass(frozen=True)
-class TermReport:
-    """One loss term of a step.
-
-    Attributes:
-        name: Its name; empty for a loss that is one tensor.
-        loss: Its value under the rule, over all ranks and micro-batches, not divided by `accumulate_grad_batches`.
-        weights: `n_r` per rank, summed over the window; the number of micro-batches under a rule without weights.
-        multipliers: `w_r` per rank.
-        normalizer: `Z`.
-    """
-
-    name: str
-    loss: float
-    weights: tuple[float, ...]
-    multipliers: tuple[float, ...]
-    normalizer: float
 
 
 @dataclass(frozen=True)
@@ -50,13 +28,16 @@ class StepReport:
         step: `trainer.global_step` before the step.
         rule: Name of the reduction rule.
         formula: The rule in one line of text.
-        terms: The loss terms, by name.
+        loss: The loss under the rule, over all ranks and micro-batches, not divided by `accumulate_grad_batches`.
+        weights: `n_r` of each rank, summed over the window; the number of micro-batches under a rule without weights.
+        multipliers: `w_r` of each rank.
+        normalizer: `Z`.
         world_size: Number of ranks that reduce together.
         micro_batches: Length of the window on each rank.
         samples: Samples in the window of each rank; None if unknown.
         gradient_norm: Norm of the reduced gradient `g`, before clipping.
         local_gradient_norms: Norm of each rank's own gradient `g_r`: the weighted mean over its window, or the sum
-            under rules for sum losses. With several terms: of the rank's summand of `g`, times the number of ranks.
+            under rules for sum losses.
         learning_rates: The rates of the step, for every parameter group of every optimizer.
         lr_scale: The factor of `lr_scaling` after the warm-up.
     """
@@ -64,7 +45,10 @@ class StepReport:
     step: int
     rule: str
     formula: str
-    terms: tuple[TermReport, ...]
+    loss: float
+    weights: tuple[float, ...]
+    multipliers: tuple[float, ...]
+    normalizer: float
     world_size: int
     micro_batches: tuple[int, ...]
     samples: tuple[float | None, ...]
@@ -74,37 +58,23 @@ class StepReport:
     lr_scale: float
 
     @classmethod
-    def of(cls, window: Window, ranks: Sequence[RankMeasurement], **facts: Any) -> StepReport:
+    def of(cls, rule: Rule, ranks: Sequence[RankMeasurement], **facts: Any) -> StepReport:
         """Return the report of all ranks' measurements; `facts` are the remaining attributes."""
-        micro_batches, samples, norms, of_ranks = zip(*ranks, strict=True)
-        terms = zip(window.terms, zip(*of_ranks, strict=True), strict=True)
+        normalizer = sum(rank.normalizer for rank in ranks)
+        weighed_loss = sum(rank.weighed_loss for rank in ranks)
         return cls(
-            rule=window.rule.name,
-            formula=window.rule.formula,
-            terms=tuple(_term(name, rows) for name, rows in terms),
+            rule=rule.name,
+            formula=rule.formula,
+            loss=weighed_loss / normalizer if normalizer > 0 else 0.0,
+            weights=tuple(rank.weight for rank in ranks),
+            multipliers=tuple(rank.multiplier for rank in ranks),
+            normalizer=normalizer,
             world_size=len(ranks),
-            micro_batches=micro_batches,
-            samples=samples,
-            local_gradient_norms=norms,
+            micro_batches=tuple(rank.micro_batches for rank in ranks),
+            samples=tuple(rank.samples for rank in ranks),
+            local_gradient_norms=tuple(rank.norm for rank in ranks),
             **facts,
         )
-
-    @property
-    def loss(self) -> float:
-        """The loss under the rule, over all ranks and micro-batches; the sum of its terms."""
-        return sum(term.loss for term in self.terms)
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """The weights of the ranks. A ValueError if the loss has several terms."""
-        (term,) = self.terms
-        return term.weights
-
-    @property
-    def normalizer(self) -> float:
-        """The normalizer `Z`. A ValueError if the loss has several terms."""
-        (term,) = self.terms
-        return term.normalizer
 
     @property
     def global_batch_size(self) -> float | None:
@@ -112,22 +82,23 @@ class StepReport:
         return known_sum(self.samples)
 
     def __str__(self) -> str:
-        rows: dict[str, Sequence[float | None]] = {}
-        for term in self.terms:
-            of = f" of {term.name}" if term.name else ""
-            rows |= {f"loss{of}": (term.loss,), f"weights{of}": term.weights}
-            rows |= {f"multipliers{of}": term.multipliers, f"Z{of}": (term.normalizer,)}
-        rows |= {
+        rows: dict[str, Sequence[float | None]] = {
+            "loss": (self.loss,),
+            "weights": self.weights,
+            "multipliers": self.multipliers,
+            "Z": (self.normalizer,),
             "global batch": (self.global_batch_size,),
             "micro-batches": self.micro_batches,
             "gradient norm": (self.gradient_norm,),
             "local gradient norms": self.local_gradient_norms,
             "learning rates": self.learning_rates,
         }
-        ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
-        lines = [f"step {self.step}: reduction={self.rule!r}, g = {self.formula}, {ranks}"]
+        plural = "s" if self.world_size > 1 else ""
+        lines = [f"step {self.step}: reduction={self.rule!r}, g = {self.formula}, {self.world_size} rank{plural}"]
         width = max(map(len, rows))
-        return "\n".join(lines + [f"  {name:<{width}}  {', '.join(map(_text, row))}" for name, row in rows.items()])
+        for name, row in rows.items():
+            lines.append(f"  {name:<{width}}  {', '.join(map(_text, row))}")
+        return "\n".join(lines)
 
 
 def _text(value: float | None) -> str:
@@ -137,46 +108,48 @@ def _text(value: float | None) -> str:
 
 
 class RankMeasurement(NamedTuple):
-    """What one rank tells the others of an observed step, in float64."""
+    """What one rank sends to the others about an observed step, in float64."""
 
     micro_batches: int  # length of its window
     samples: float | None  # of its window, if known
     norm: float  # `|g_r|`
-    terms: tuple[tuple[float, ...], ...]  # for each loss term the sum of multiplier * loss, `n_r`, `w_r` and `z_r`
+    weighed_loss: float  # sum of multiplier * loss
+    weight: float  # `n_r`
+    multiplier: float  # `w_r`
+    normalizer: float  # `z_r`
 
 
-def measure_rank(
-    window: Window, losses: Sequence[Sequence[Tensor]], samples: float | None, norm: float
-) -> RankMeasurement:
-    """Return one rank's measurement, from the terms of its micro-batches and the norm of its accumulated gradient.
+def measure_rank(record: WindowRecord, rule: Rule, norm: float) -> RankMeasurement:
+    """Return one rank's measurement, from its window and the norm of its accumulated gradient.
 
-    That gradient is `G = S / D` with `S = sum(w_m * g_m)` over the window and `D` what the window divided by. The
+    That gradient is `G = S / D` with `S = sum(w_m * g_m)` over the window and `D = record.local_divisor`. The
     rank's own gradient is `g_r = S / w_r`, where `w_r` is the sum of the multipliers for mean losses and their mean for
-    sum losses. With several terms `G` already is the rank's summand of `g` times the number of ranks.
+    sum losses.
     """
-    terms = []
-    for index, name in enumerate(window.terms):
-        shares = [Share(*map(float, share)) for share in window.shares(name)]
-        multipliers = [share.multiplier for share in shares]
-        loss = sum(w * float(of_terms[index]) for w, of_terms in zip(multipliers, losses, strict=True) if w > 0)
-        loss *= window.length if window.loss_divisor is None else 1
-        weight = sum(float(micro_batch.weights.get(name, 0.0)) for micro_batch in window.micro_batches)
-        multiplier = sum(multipliers) / (len(multipliers) if window.rule.name in SUMMED_LOSSES else 1)
-        terms.append((loss, weight, multiplier, sum(share.normalizer for share in shares)))
-    if window.terms == (WHOLE_LOSS,):
-        own = terms[0][2]
-        # Selected, not multiplied: the gradient of a rank that contributes nothing may be NaN.
-        norm = norm * float(window.divided_by) / own if own > 0 else 0.0
-    return RankMeasurement(window.length, samples, norm, tuple(terms))
+    multipliers = [float(share.multiplier) for share in record.shares]
+    weighed_loss = 0.0
+    for multiplier, loss in zip(multipliers, record.losses, strict=True):
+        if multiplier > 0:  # what does not count may be NaN
+            weighed_loss += multiplier * float(loss)
+    multiplier = sum(multipliers)
+    if rule.name in SUMMED_LOSSES:
+        multiplier /= len(multipliers)
+    return RankMeasurement(
+        micro_batches=len(record.micro_batches),
+        samples=known_sum([micro_batch.samples for micro_batch in record.micro_batches]),
+        norm=norm * record.local_divisor / multiplier if multiplier > 0 else 0.0,
+        weighed_loss=weighed_loss,
+        weight=sum(micro_batch.weight for micro_batch in record.micro_batches),
+        multiplier=multiplier,
+        normalizer=float(sum(share.normalizer for share in record.shares)),
+    )
 
 
 def known_sum(values: Sequence[float | None]) -> float | None:
     """Return the sum; None where a value is not known."""
-    return None if None in values else sum(value for value in values if value is not None)
-
-
-def _term(name: str, ranks: Sequence[Sequence[float]]) -> TermReport:
-    """Return a loss term from the measurements of all ranks; one that nobody has any weight of is 0."""
-    losses, weights, multipliers, normalizers = zip(*ranks, strict=True)
-    normalizer = sum(normalizers)
-    return TermReport(name, sum(losses) / normalizer if normalizer > 0 else 0.0, weights, multipliers, normalizer)
+    total = 0.0
+    for value in values:
+        if value is None:
+            return None
+        total += value
+    return total

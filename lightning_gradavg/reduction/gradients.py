@@ -1,0 +1,89 @@
+"""Where the gradients of a model are: the parameters of DDP, or the shards of FSDP (`reduction.sharded`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_gradavg.lightning_internals import scale_each, stored
+from lightning_gradavg.reduction.average import average_gradients
+from lightning_gradavg.reduction.loss import MicroBatch
+
+__all__ = ["ModelGradients", "ReplicatedGradients", "scale_gradients"]
+
+
+class ModelGradients(Protocol):
+    """What a window asks of the model whose gradients it reduces."""
+
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Return the parameters whose gradients an optimizer reads, asked once at the beginning of a window."""
+
+    def leaves(self) -> Sequence[nn.Parameter]:
+        """Return the parameters into which autograd accumulates."""
+
+    def checked(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch with the problem that the model adds to it, if any. May be a collective operation."""
+
+    def finish(self, parameters: Sequence[nn.Parameter], factor: float) -> None:
+        """Multiply the reduced gradients of some parameters by a factor. May be a collective operation."""
+
+
+class ReplicatedGradients:
+    """The gradients of a model that every rank has in full, and DDP averages.
+
+    DDP does not know parameters that were frozen when it was built. Stock DDP leaves each rank its own gradient of
+    those that are unfrozen later, as by BackboneFinetuning, and the ranks drift apart
+    (`test_ranks_steps.py`: unfrozen parameters). Here they are averaged after the backward.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        frozen: Sequence[nn.Parameter] = (),
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Serve all parameters of the model, of which some were `frozen` when DDP was built over `group`."""
+        self._parameters = parameters
+        self._frozen = frozen
+        self._group = group
+
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Return all parameters of the model."""
+        return self._parameters
+
+    def leaves(self) -> Sequence[nn.Parameter]:
+        """Return the same: autograd accumulates into them."""
+        return self._parameters
+
+    def checked(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Return the micro-batch: a replicated model adds no problem."""
+        return micro_batch
+
+    def finish(self, parameters: Sequence[nn.Parameter], factor: float) -> None:
+        """Average what DDP does not know, and multiply the gradients by a factor. A collective operation."""
+        self.average_unfrozen(parameters)
+        scale_gradients(parameters, factor)
+
+    def average_unfrozen(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Average the gradients of those that were frozen when DDP was built, and train now."""
+        if not self._frozen:
+            return
+        asked = set(parameters)
+        unfrozen = [parameter for parameter in self._frozen if parameter.requires_grad and parameter in asked]
+        if unfrozen:
+            average_gradients(unfrozen, group=self._group)
+
+
+def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> int:
+    """Multiply the gradients of the parameters that train by a factor; return how many there are."""
+    gradients = [parameter.grad for parameter in parameters if parameter.requires_grad and parameter.grad is not None]
+    if factor != 1 and gradients:
+        # 0 times NaN is NaN: what no rank has a weight for was discarded by the guard before.
+        with torch.profiler.record_function("GradAvg: scale gradients"):
+            scale_each(map(stored, gradients), factor)
+    return len(gradients)

@@ -1,0 +1,95 @@
+"""Guards on the gradients of parameters: what does not count is discarded, and what bypasses the rule is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_gradavg.lightning_internals import stored
+from lightning_gradavg.reduction.loss import MicroBatch
+
+__all__ = ["BypassGuard", "DiscardedGradients"]
+
+
+class DiscardedGradients:
+    """Discards the gradients of a loss that does not count, from `begin` to `end`, around its backward.
+
+    Its factor is 0, but 0 times NaN is NaN. So what reaches a parameter is replaced before it is accumulated:
+
+    | the micro-batch                            | becomes 0  | because                                             |
+    |--------------------------------------------|------------|-----------------------------------------------------|
+    | has weight 0                               | NaN        | gradients of other ranks' losses pass, by `gather`  |
+    |                                            |            | and batch norm over all ranks                       |
+    | is absent, or has a problem that all raise | everything | nothing of it may count                             |
+    | counts                                     | nothing    |                                                     |
+    """
+
+    def __init__(self, leaves: Iterable[nn.Parameter]) -> None:
+        """Guard the parameters into which autograd accumulates."""
+        self._leaves = list(leaves)
+        self._handles: list[RemovableHandle] = []
+
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """Install hooks, unless the micro-batch counts."""
+        if micro_batch.counts:
+            return
+        if micro_batch.absent or micro_batch.problem is not None:
+            hook = _zeros
+        else:
+            hook = _without_nan
+        for leaf in self._leaves:
+            if leaf.requires_grad:
+                self._handles.append(leaf.register_hook(hook))
+
+    def end(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _zeros(gradient: Tensor | None) -> Tensor | None:
+    if gradient is None:
+        return None
+    zeros = gradient.clone()
+    stored(zeros).fill_(0)
+    return zeros
+
+
+def _without_nan(gradient: Tensor | None) -> Tensor | None:
+    if gradient is None:
+        return None
+    kept = gradient.clone()
+    values = stored(kept)
+    values.masked_fill_(values.isnan(), 0)
+    return kept
+
+
+class BypassGuard:
+    """Raises a RuntimeError if a gradient reaches the model by a backward whose loss was not weighed.
+
+    In your own loop such a gradient would be averaged, whatever the rule says. Lightning's Trainer needs no guard in
+    automatic optimization, where it runs the only backward.
+    """
+
+    def __init__(self, leaves: Iterable[nn.Parameter], rule_name: str, is_weighed: Callable[[], bool]) -> None:
+        """Guard some parameters; `is_weighed` returns whether the backward of a weighed loss runs."""
+        self._rule_name = rule_name
+        self._is_weighed = is_weighed
+        self._handles = [leaf.register_hook(self._check) for leaf in leaves if leaf.requires_grad]
+
+    def _check(self, gradient: Tensor) -> None:
+        if not self._is_weighed():
+            raise RuntimeError(
+                f"a gradient of shape {tuple(gradient.shape)} reached the model by a backward that bypassed"
+                f" reduction={self._rule_name!r}, so it would be averaged. Call self.manual_backward,"
+                " fabric.backward or GradAvgReducer.weigh(...).backward() with weight= instead of loss.backward()."
+            )
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
