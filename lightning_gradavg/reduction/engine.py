@@ -16,8 +16,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torch import Tensor
-
 from lightning_gradavg.reduction.factor import factor_after
 from lightning_gradavg.reduction.gradients import ModelGradients
 from lightning_gradavg.reduction.guard import DiscardedGradients
@@ -116,7 +114,6 @@ class Stock(Engine):
 
     def _begin_window(self) -> None:
         self._micro_batches: list[MicroBatch] = []
-        self._losses: list[Tensor] = []
         self._missed = 0  # pairs of rank and micro-batch that do not exist
         self._kept_in_place = False  # whether gradients from before the window are added up with its own
 
@@ -130,7 +127,6 @@ class Stock(Engine):
     def add(self, loss: WeighedLoss, *, last: bool) -> None:
         """Count the micro-batch."""
         self._micro_batches.append(loss.micro_batch)
-        self._losses.append(loss.plain)
         self._missed += self._facts.missing
         self._is_last = last
 
@@ -182,7 +178,7 @@ class Stock(Engine):
             counted = 0.0 if micro_batch.absent else 1.0
             shares.append(Share(counted, counted))
         divisor = 1.0 if self._facts.divisor is None else self._facts.divisor
-        return WindowRecord(self._micro_batches, self._losses, shares, divisor)
+        return WindowRecord(self._micro_batches, shares, divisor)
 
     def close(self, *, skipped: bool) -> None:
         """Add the gradients from before the window; those of a skipped step come back when the next one begins."""

@@ -20,7 +20,8 @@ class MicroBatch(NamedTuple):
         problem: Why the weight cannot be used, or None. All ranks raise it together.
         absent: Whether the loss counts under no rule: its backward only keeps this rank in step with the others.
         without_loss: Whether it is absent because `training_step` returned no loss.
-        samples: The number of samples, for a report; None if it is not known, or nobody asked.
+        samples: The number of samples, if the step is observed and they are known.
+        loss: The loss as the user computed it, without its graph, if the step is observed.
     """
 
     weight: float
@@ -29,6 +30,7 @@ class MicroBatch(NamedTuple):
     absent: bool = False
     without_loss: bool = False
     samples: float | None = None
+    loss: Tensor | None = None
 
     @property
     def counts(self) -> bool:
@@ -43,7 +45,6 @@ class WeighedLoss:
 
     Attributes:
         value: The loss to run the backward of.
-        plain: The loss of the user, without its graph.
         micro_batch: What is known of it.
         factor: Set before the backward, when the totals of the window are known.
     """
@@ -64,7 +65,6 @@ class WeighedLoss:
             multiplies: Whether a factor may be set. If not, the user's graph stays as it is.
             on_backward: Called with this loss when its backward begins; it may set the factor.
         """
-        self.plain = loss.detach()
         self.micro_batch = micro_batch
         self.factor = 1.0
         self._on_backward = on_backward

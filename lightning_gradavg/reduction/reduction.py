@@ -246,6 +246,10 @@ class Reduction(Part):
         if self.is_manual:  # Lightning takes no loss from it
             return output
         is_named = isinstance(output, Mapping)
+        if is_named and "loss" not in output:
+            return output  # Lightning says what it lacks
+        if not is_named and output is not None and not isinstance(output, Tensor):
+            return output  # likewise, what it may be
         named = output if is_named else {"loss": output}
         loss = named.get("loss")
         weight = named.get("weight")
@@ -267,7 +271,8 @@ class Reduction(Part):
         loss = require_loss(loss)
         micro_batch = self._weights.read(weight, self._batch, samples, problem)
         if self.observer is not None:
-            micro_batch = micro_batch._replace(samples=self.observer.samples_of(samples, self._batch))
+            samples_of_report = self.observer.samples_of(samples, self._batch)
+            micro_batch = micro_batch._replace(samples=samples_of_report, loss=loss.detach())
         if micro_batch.weight == 0 and micro_batch.explicit and not (micro_batch.absent or micro_batch.problem):
             self._warn_once(
                 f"rank {self.run.world.rank} has a micro-batch of weight 0, which contributes nothing to the gradient."

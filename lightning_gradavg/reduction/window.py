@@ -13,7 +13,7 @@ from enum import Enum
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 from lightning_gradavg.device import Tally
@@ -147,7 +147,6 @@ class WindowRecord(NamedTuple):
     """What a report says of a reduced window, on one rank."""
 
     micro_batches: Sequence[MicroBatch]
-    losses: Sequence[Tensor]  # of each micro-batch, as the user computed it
     shares: Sequence[Share]  # of each micro-batch, in a window of this length
     local_divisor: float  # this rank's gradient before the reduction is sum(w * g) over this
 
@@ -181,7 +180,6 @@ class _Contents:
     """What a window holds until it is empty again."""
 
     micro_batches: list[MicroBatch] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
     shares: list[Share] = field(default_factory=list)  # of each micro-batch, in a window of one
     missing: int = 0  # pairs that a mean does not count: ranks without the micro-batch, added up
     parameters: Sequence[nn.Parameter] = ()
@@ -280,7 +278,6 @@ class Window:
                 micro_batch = micro_batch._replace(problem=share)
                 share = Share(0.0, 0.0)
             self._contents.micro_batches.append(micro_batch)
-            self._contents.losses.append(loss.plain)
             self._contents.shares.append(share)
             self._contents.missing += missing
             if self.length == 1:
@@ -461,7 +458,7 @@ class Window:
         multiplier = sum(float(share.multiplier) for share in shares)
         multiplier_alone = sum(float(share.multiplier) for share in contents.shares)
         ratio = multiplier / multiplier_alone if multiplier_alone > 0 else 1.0
-        return WindowRecord(contents.micro_batches, contents.losses, shares, ratio * self._divisor / contents.lift)
+        return WindowRecord(contents.micro_batches, shares, ratio * self._divisor / contents.lift)
 
     def _note_gradients(self) -> None:
         self._gradients_left.clear()

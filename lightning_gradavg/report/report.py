@@ -128,9 +128,10 @@ def measure_rank(record: WindowRecord, rule: Rule, norm: float) -> RankMeasureme
     """
     multipliers = [float(share.multiplier) for share in record.shares]
     weighed_loss = 0.0
-    for multiplier, loss in zip(multipliers, record.losses, strict=True):
-        if multiplier > 0:  # what does not count may be NaN
-            weighed_loss += multiplier * float(loss)
+    for multiplier, micro_batch in zip(multipliers, record.micro_batches, strict=True):
+        if multiplier > 0:  # the loss of what does not count may be NaN
+            assert micro_batch.loss is not None
+            weighed_loss += multiplier * float(micro_batch.loss)
     multiplier = sum(multipliers)
     if rule.name in SUMMED_LOSSES:
         multiplier /= len(multipliers)

@@ -52,7 +52,6 @@ class Tree(Engine):
         self._gradients: dict[int, Gradients] = {}  # of the replicas that are not complete
         self._normalizers = [0.0] * self._replicas
         self._micro_batches: list[MicroBatch] = []
-        self._losses: list[Tensor] = []
         self._shares: list[Share] = []
         self._ends = False
         self._exchange: GatheredRows | None = None
@@ -76,7 +75,6 @@ class Tree(Engine):
         loss.micro_batch = micro_batch
         loss.factor = float(share.multiplier)
         self._micro_batches.append(micro_batch)
-        self._losses.append(loss.plain)
         self._shares.append(share)
 
     def backward(self, loss: WeighedLoss, run: Callable[[], None], *, final: bool, holding: bool) -> None:
@@ -165,7 +163,7 @@ class Tree(Engine):
 
     def record(self) -> WindowRecord:
         """Return what a report says of the window that was reduced."""
-        return WindowRecord(self._micro_batches, self._losses, self._shares, self._divisor)
+        return WindowRecord(self._micro_batches, self._shares, self._divisor)
 
     def close(self, *, skipped: bool) -> None:  # noqa: ARG002  # a step that is skipped keeps no gradients here
         """Begin a window."""
