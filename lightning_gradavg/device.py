@@ -109,7 +109,7 @@ class GatheredRows:
         with beside(device) as stream:
             moved = on_device(sent, device)
             gathered = moved.new_empty(ranks * self._length)
-            dist.all_gather_into_tensor(gathered, moved, group=group)
+            dist.all_gather(list(gathered.view(ranks, -1).unbind()), moved, group=group)
             self._rows = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
             self._rows.copy_(gathered, non_blocking=True)
             self._copied = stream.record_event()

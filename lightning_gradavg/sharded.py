@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_gradavg.batches.part import Batches
 from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.engine import Engine, Stock, Weighed
+from lightning_gradavg.reduction.guard import BypassGuard
 from lightning_gradavg.reduction.kept import PieceGradients
 from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.reduction.sharded import ShardedGradients, sharded_options, sharded_rule
@@ -49,6 +50,7 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         self._reduction = Reduction(rule, CommHook(None, None, None))
         self._batches, self._termination = Batches(), Termination()
         self._parts = self._reduction, self._batches, self._termination
+        self._guard: BypassGuard | None = None
         self._plain = {"reduction": rule.name}
 
     @override
@@ -62,7 +64,9 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
                 engine: Engine = Stock(gradients, mesh["data_parallel"].size())
             else:
                 options = sharded_options(rule, gradients, user_ends_windows=manual)
-                engine = Weighed(OpenWindows(options, gradients), PieceGradients(()))
+                windows = OpenWindows(options, gradients)
+                engine = Weighed(windows, PieceGradients(()))
+                self._guard = BypassGuard(gradients.leaves(), rule.name, lambda: windows.run_backward)
             self._reduction.begin(replace(run, places=tuple(gradients.places)), engine)
             self._termination.configure_ddp(run)
             rank_zero_info(
@@ -70,3 +74,10 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
                 f" {mesh['data_parallel'].size()} data-parallel x {mesh['tensor_parallel'].size()} tensor-parallel"
                 f" ranks ({dist.get_backend()}); windows of {window} micro-batch{'es' * (window > 1)}"
             )
+
+    @override
+    def teardown(self) -> None:
+        if self._guard is not None:
+            self._guard.remove()
+            self._guard = None
+        super().teardown()

@@ -171,6 +171,8 @@ class Reduction(Part):
                 f"{option} with precision={run.trainer.precision!r}, whose loss scaler makes all ranks skip a step with"
                 " a gradient that is not finite. Leave it out, or use another precision."
             )
+        if run.ddp.static_graph and run.loop.accumulation > 1:
+            self._refuse_windows_of_static_graph()
         if self.is_stock:
             return
         if run.ddp.static_graph and self.is_manual and not flushes_static_graph(run.trainer.strategy):
@@ -178,8 +180,6 @@ class Reduction(Part):
                 "static_graph=True with manual optimization needs lightning 2.6, which has DDP reduce the first"
                 " backward. Leave static_graph out, or use a newer lightning."
             )
-        if run.ddp.static_graph and run.loop.accumulation > 1:
-            self._refuse_windows_of_static_graph()
         if ignored and self.rule != RULES["mean"]:
             raise ValueError(
                 f"DDP was told to ignore the parameter {ignored[0]!r}, so only its loss would be weighed. Use"
@@ -195,8 +195,10 @@ class Reduction(Part):
 
     def hold(self, *, holding: bool) -> None:
         """Note whether the following backwards stay local."""
-        if holding and not self.is_stock and self.run.model is not None and self.run.ddp.static_graph:
-            self._refuse_windows_of_static_graph()
+        if holding and self.run.model is not None and self.run.ddp.static_graph:
+            # Under the plain mean stock serves a window that is not the first; torch fails an assertion in that.
+            if not self.is_stock or not self._has_reduced:
+                self._refuse_windows_of_static_graph()
         self._is_holding = holding
 
     def begin_step(self, batch: Any, missing: int = 0) -> None:
