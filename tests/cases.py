@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,11 +59,12 @@ BOTH = ("first", "second")
 
 
 class Trains(NamedTuple):
-    """A micro-batch from which on these parameters train, and no others."""
+    """A micro-batch from which on these parameters train, and no others; whether it ends their window, None if last."""
 
     gradient: Any
     weight: Any
     parameters: Sequence[str] = BOTH
+    ends: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -223,11 +225,45 @@ HOOKS_REFUSED: Mapping[Any, Any] = {
 """Those that own the averaging, or cannot run on the backend, with their states."""
 STATIC_BY_HAND = hasattr(GradAvgStrategy(), "_pl_static_graph_delay_done")
 """Whether Lightning starts the first reduction of a static graph in manual optimization."""
+FIRST, SECOND = ("first",), ("second",)
 TURNS = [
-    [[Trains({"first": first[0]}, first[1], ["first"])], [Trains({"second": second[0]}, second[1], ["second"])]] * 2
+    [[Trains(*first, FIRST)], [Trains(*second, SECOND)]] * 2
     for first, second in (((1.0, 3), (9.0, 1)), ((5.0, 1), (1.0, 3)))
 ]
 """As of a generator and its critic."""
+OPEN_AT_ONCE = [
+    [
+        Trains(*first, FIRST, ends=False), Trains(*second, SECOND, ends=False),
+        Trains(*last_of_first, FIRST, ends=True), Trains(*last_of_second, SECOND, ends=True),
+    ]
+    for first, last_of_first, second, last_of_second in (
+        ((1.0, 1), (3.0, 2), (5.0, 1), (7.0, 1)),
+        ((2.0, 1), (6.0, 4), (8.0, 3), (4.0, 1)),
+    )
+]  # fmt: skip
+"""Of two ranks: as of a generator and its critic, whose windows of two micro-batches are open at once."""
+ON_ONE_RANK: Mapping[str, Any] = {
+    "mean": (4 / 2, 12 / 2), "sum": (4.0, 12.0), "weighted_mean": (7 / 3, 12 / 2), "normalized_sum": (4 / 3, 12 / 2),
+}  # fmt: skip
+ON_TWO_RANKS: Mapping[str, Any] = {
+    "mean": (12 / 4, 24 / 4), "sum": (12.0, 24.0), "weighted_mean": (33 / 8, 40 / 6),
+    "normalized_sum": (12 / 8, 24 / 6),
+}  # fmt: skip
+TWO_OPEN = "two windows are open at once"
+STOPPED = "stopped training within a window"
+OVERLAPS: Mapping[str, Any] = {
+    "before it ends": [(1.0, 1, FIRST, False), (2.0, 1, BOTH, True)],
+    "while it goes on": [(1.0, 1, FIRST, False), (2.0, 1, BOTH, False), (3.0, 1, FIRST, True)],
+    "of more parameters": [(1.0, 1, BOTH, False), (2.0, 1, FIRST, True)],
+}
+"""What is trained while a window of other parameters is open, of which it trains some."""
+KEPT: Mapping[str, Any] = {
+    # What two ranks have, and the gradient by each rule; in windows of n, n times the sum.
+    "A": ((1.0, 1), (3.0, 3), {"mean": 2.0, "sum": 4.0, "weighted_mean": 10 / 4, "normalized_sum": 4 / 4}),
+    "B": ((2.0, 3), (4.0, 5), {"mean": 3.0, "sum": 6.0, "weighted_mean": 26 / 8, "normalized_sum": 6 / 8}),
+    "C": ((5.0, 1), (7.0, 1), {"mean": 6.0, "sum": 12.0, "weighted_mean": 6.0, "normalized_sum": 12 / 2}),
+    "-": ((NAN, 0), (NAN, 0), {"weighted_mean": 0.0, "normalized_sum": 0.0}),
+}
 UNUSED = {"find_unused_parameters": True}
 HALVES = ((20000.0, 3), (16000.0, 1))
 NO_LOSS = "training_step returned no loss within an accumulation window, which would then not be reduced."
@@ -245,6 +281,17 @@ SPLITS: Sequence[Mapping[str, Any]] = (
 )
 UNRECORDED = "static_graph=True records the graph of the first backward"
 NO_WINDOWS = "Do not accumulate; or return one loss under reduction='mean'"
+
+
+def kept(totals: str, reduction: str, length: int, **options: Any) -> Case:
+    """Return a row in which the gradients of windows add up, whose micro-batches are those that `totals` names."""
+    steps = [KEPT[one] for one in totals]
+    of_ranks = [[[step[rank]] * length for step in steps] for rank in (0, 1)]
+    factor = length if reduction == "sum" else 1
+    gradients = [*accumulate(factor * step[2][reduction] for step in steps)]
+    name = f"kept, totals {totals} in windows of {length}, {options}"
+    return Case(name, reduction, of_ranks, gradients, OF_DDP, options=options, keeps=True)
+
 
 # fmt: off
 CASES: Sequence[Case] = [
@@ -376,20 +423,113 @@ CASES: Sequence[Case] = [
         for options in SPLITS
         for fault, gradients in ((6, [2.5, 6.5]), (NAN, [2.5, 0.0]))
     ),
-    weighted("of losses by turns", TURNS, [(2.0, 0.0), (0.0, 3.0)] * 2, ways=LOOPS, options=UNUSED),
     weighted(
-        "of losses that overlap", [[[*of_rank[0], *of_rank[1]]] for of_rank in TURNS],
-        "rank 1: micro-batch 1 of the window: it trains other parameters than the micro-batches before it",
+        "added to gradients that are kept, of another size at last",
+        [[[(2.0, 1)]] * 4, [*[[(4.0, 1)]] * 3, [(2.0, 3)]]], [3.0, 6.0, 9.0, 9.0 + 2.0], ways=OF_DDP, keeps=True),
+    *(
+        kept(totals, reduction, length, gradient_as_bucket_view=is_view)
+        for totals in ("AAAA", "ABCA", "AAABC", "AA--AB")
+        for reduction in OF_SHARDED
+        for length in (1, 2)
+        for is_view in (False, True)
+        if not ("-" in totals and reduction in ("mean", "sum"))
+    ),
+    # The optimizer sees no gradient, and what was kept is there again for the next window.
+    *(
+        Case(
+            f"kept over a step that is left out for {fault[0]}, in windows of {length}", reduction,
+            [[[(2.0, 1)] * length, [(2.0, 1)] * length, [(6.0, 1)] * length],
+             [[(4.0, 1)] * length, [*[(4.0, 1)] * (length - 1), fault], [(8.0, 1)] * length]],
+            [3.0, 0.0, 3.0 + 7.0], ["automatic"], options=SKIPPED, keeps=True)
+        for reduction in ("mean", "weighted_mean")
+        for length in (1, 2)
+        for fault in ((NAN, 1), (None, 1))
+    ),
+    *of_rules(
+        "of losses by turns", TURNS,
+        {"mean": [(3.0, 0.0), (0.0, 5.0)] * 2, "weighted_mean": [(2.0, 0.0), (0.0, 3.0)] * 2},
         ways=LOOPS, options=UNUSED),
+    *(
+        row
+        for size, gradients in ((1, ON_ONE_RANK), (2, ON_TWO_RANKS))
+        for row in of_rules(
+            f"of two windows that are open at once on {size}", [[of_rank] * 2 for of_rank in OPEN_AT_ONCE[:size]],
+            {rule: [of_rule] * 2 for rule, of_rule in gradients.items()}, ways=LOOPS, options=UNUSED)
+    ),
+    *(
+        Case(
+            f"of a window begun {what} on {size}", reduction, [[[Trains(*one) for one in window]]] * size, TWO_OPEN,
+            LOOPS, options=UNUSED)
+        for what, window in OVERLAPS.items()
+        for reduction in ("sum", "weighted_mean")
+        for size in (1, 2)
+    ),
+    weighted(
+        "of a window begun within another on one rank",
+        [[[Trains(1.0, 1, FIRST, ends=False), Trains(2.0, 1, FIRST, ends=True)]],
+         [[Trains(1.0, 1, FIRST, ends=False), Trains(2.0, 1, BOTH, ends=True)]]],
+        TWO_OPEN, ways=LOOPS, options=UNUSED),
+    weighted(
+        "of a window begun after another was given up",
+        [[[Trains(9.0, 1, FIRST, ends=False), CLEARED, Trains(2.0, 1, BOTH, ends=True)]],
+         [[Trains(9.0, 1, FIRST, ends=False), CLEARED, Trains(6.0, 3, BOTH, ends=True)]]],
+        [5.0], ways=LOOPS, options=UNUSED),
     *of_rules(
         "in which a parameter begins to train",
         [[[(1.0, 3)], [Trains(2.0, 3)], [(1.0, 1)]], [[(5.0, 1)], [Trains(6.0, 1)], [(5.0, 3)]]],
         {"mean": [(3.0, 0.0), 4.0, 3.0], "sum": [(6.0, 0.0), 8.0, 6.0], "weighted_mean": [(2.0, 0.0), 3.0, 4.0]},
         ways=["automatic", "manual"], begins=["first"]),
+    # The gradient of a parameter is the sum over the micro-batches in which it trained, over the window's total.
+    *(
+        row
+        for options in ({"gradient_as_bucket_view": True}, {"gradient_as_bucket_view": False})
+        for row in of_rules(
+            f"within which a parameter begins to train {options}",
+            [[[(1.0, 3), Trains(2.0, 3)]], [[(5.0, 1), Trains(6.0, 1)]]],
+            {
+                "mean": [(3.5, 2.0)], "sum": [(14.0, 8.0)], "weighted_mean": [(2.5, 1.5)],
+                "normalized_sum": [(14 / 8, 8 / 8)],
+            },
+            ways=["automatic"], options=options, begins=["first"])
+    ),
     *of_rules(
-        "within which a parameter begins to train", [[[(1.0, 3), Trains(2.0, 3)]], [[(5.0, 1), Trains(6.0, 1)]]],
-        {"mean": [(3.5, 2.0)], "weighted_mean": [(2.5, 1.5)]}, ways=["automatic"],
-        options={"gradient_as_bucket_view": True}, begins=["first"]),
+        "within which a parameter trains again",
+        [[[(1.0, 3)] * 2, [Trains(1.0, 3, FIRST), Trains(2.0, 3)]],
+         [[(5.0, 1)] * 2, [Trains(5.0, 1, FIRST), Trains(6.0, 1)]]],
+        {"sum": [12.0, (14.0, 8.0)], "weighted_mean": [2.0, (2.5, 1.5)], "normalized_sum": [12 / 8, (14 / 8, 8 / 8)]},
+        ways=["automatic"], options=UNUSED),
+    *(
+        row
+        for length in (1, 2)
+        for row in of_rules(
+            f"between which a parameter freezes, of {length}",
+            [
+                [
+                    [(early, weight)] * length, [Trains(early, weight, FIRST)] * length,
+                    [Trains(late, weight)] * length, last,
+                ]
+                for early, late, weight, last in (
+                    (1.0, 2.0, 3, [Trains(9.0, 1, SECOND)]),
+                    (5.0, 6.0, 1, [Trains(1.0, 3, SECOND)]),
+                )
+            ],
+            {
+                "mean": [3.0, (3.0, 0.0), 4.0, (0.0, 5.0)],
+                "sum": [6.0 * length, (6.0 * length, 0.0), 8.0 * length, (0.0, 10.0)],
+                "weighted_mean": [2.0, (2.0, 0.0), 3.0, (0.0, 3.0)],
+            },
+            ways=["automatic"], options=UNUSED)
+    ),
+    *(
+        Case(
+            f"within which a parameter freezes {options}", reduction,
+            [[[(1.0, 3)] * 2, [(1.0, 3), Trains(2.0, 3, FIRST)]]] * 2, STOPPED, ["automatic"], options=options)
+        for reduction in ("sum", "weighted_mean", "normalized_sum")
+        for options in ({}, UNUSED)
+    ),
+    weighted(
+        "within which a parameter freezes on one rank",
+        [[[(1.0, 3)] * 2], [[(1.0, 3), Trains(2.0, 3, FIRST)]]], STOPPED, ways=["automatic"], options=UNUSED),
     weighted(
         "with a term whose parameter begins to train",
         [[[(1.0, 3)], [Trains(*FULL)]], [[(5.0, 1)], [Trains(*EMPTY)]]], [(2.0, 0.0), (4.0, 10.0)], ways=OF_DDP,

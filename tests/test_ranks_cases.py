@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import CASES, CLEARED, CLEARS, Case, Fails, Steep, Trains, uses_weight
+from cases import CASES, CLEARED, CLEARS, LOOPS, Case, Fails, Steep, Trains, uses_weight
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from ranks import RankError, make_trainer, on_ranks
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader, IterableDataset
-from toys import AWARE, OfFabric, OfTorch, OfTrainer, Seen, Toy, approx, loader, same_everywhere
+from toys import AWARE, OfFabric, OfTorch, OfTrainer, One, Seen, Toy, approx, loader, same_everywhere
 
 from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy, average_gradients
 
@@ -82,10 +83,17 @@ def fail(gradient: Tensor) -> None:
     raise MemoryError("it does not fit")
 
 
+def length_of(window: Sequence[Any], micro_batch: Any) -> int:
+    """Return the micro-batches in the window of this one: those after what was given up, of the same parameters."""
+    cleared = [index for index, one in enumerate(window) if one in CLEARS]
+    remaining = window[cleared[-1] + 1 if cleared else 0 :]
+    if getattr(micro_batch, "ends", None) is None:
+        return len(remaining)
+    return sum(one.parameters == micro_batch.parameters for one in remaining)
+
+
 def run_window(case: Case, module: Line, forward: Any, loop: Any, window: Sequence[Any]) -> Tensor:
     """Run a window in a loop of the user's own; return the gradient after it, which is zeroed unless it is kept."""
-    cleared = [index for index, one in enumerate(window) if one in CLEARS]
-    length = len(window) - (cleared[-1] + 1 if cleared else 0)
     with pytest.raises((MemoryError, ValueError)) if any(isinstance(one, Fails) for one in window) else nullcontext():
         for index, one in enumerate(window, 1):
             if one in CLEARS:
@@ -94,12 +102,13 @@ def run_window(case: Case, module: Line, forward: Any, loop: Any, window: Sequen
             if isinstance(one, Trains):
                 module.train_only(one.parameters)
             gradient, weight = parts(case, one)
-            with loop.no_sync(forward, enabled=index < len(window)):
+            ends = getattr(one, "ends", None)
+            with loop.no_sync(forward, enabled=index < len(window) if ends is None else not ends):
                 loss = forward(gradient)
                 if isinstance(one, Fails):
                     loss.register_hook(fail)
                 # Under the mean a loop divides, as with stock DDP.
-                loop.backward(loss / length if case.reduction == "mean" else loss, **weight)
+                loop.backward(loss / length_of(window, one) if case.reduction == "mean" else loss, **weight)
     reduced = gradient_of(module)
     if not case.keeps:
         module.zero_grad()
@@ -312,6 +321,78 @@ def test_gradient_by_hand(world, way, case):
     assert by_hand(case) == [gradient.tolist() for gradient in first]
     for other in others:
         assert all(torch.equal(*map(torch.nan_to_num, pair)) for pair in zip(first, other, strict=True))
+
+
+def free_gradients(loop: Any, net: One, forward: Any, reduction: str) -> None:
+    """Drop gradients within a window, and after one: nobody else may hold them, with or without a next backward."""
+    weighs = {} if reduction == "mean" else {"weight": 1 + dist.get_rank()}
+
+    def backward(*, ends: bool) -> StorageWeakRef:
+        with loop.no_sync(forward, enabled=not ends):
+            loop.backward(forward(torch.ones(1, dtype=torch.float64)).mean(), **weighs)
+        assert net.w.grad is not None
+        return StorageWeakRef(net.w.grad.untyped_storage())
+
+    for ends in (False, True, False, False, True, True):
+        gradient = backward(ends=ends)
+        net.zero_grad()
+        assert gradient.expired()
+
+
+class Freeing(LightningModule):
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.net, self.reduction, self.automatic_optimization = One(), reduction, False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        free_gradients(OfTrainer(self), self.net, self.net, self.reduction)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "weighted_mean", "normalized_sum"])
+@pytest.mark.parametrize("way", LOOPS)
+@on_ranks()
+def test_gradients_that_the_user_drops_are_freed(way, reduction):
+    """Where gradients are no views of buckets, which DDP keeps."""
+    options = {"gradient_as_bucket_view": False}
+    if way == "manual":
+        strategy: Any = GradAvgStrategy(reduction=reduction, **options)
+        make_trainer(strategy, max_epochs=1, **AS_THEY_ARE).fit(Freeing(reduction), as_they_are([0, 1]))
+        return
+    given = {"reduction": reduction}
+    loop: Any = OfFabric(**given, **options) if way == "fabric" else OfTorch(**given, ddp=options)
+    net = One()
+    free_gradients(loop, net, loop.set_up(net), reduction)
+
+
+class Skipping(Toy):
+    """Its gradients are kept; of each step it notes whether the optimizer sees some."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.1)
+        self.seen_by_optimizer: list[bool] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen_by_optimizer.append(self.w.grad is not None)
+
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@on_ranks()
+def test_a_step_that_is_left_out_leaves_parameters_and_momentum():
+    """Of gradients 2, NaN and 6, which add up: steps of 2 and 0.9 * 2 + 8."""
+    module = Skipping()
+    strategy = GradAvgStrategy(reduction="weighted_mean", nonfinite="skip_step")
+    batches = loader([[2.0], [[1.0, torch.nan][dist.get_rank()]], [6.0]])
+    make_trainer(strategy, max_epochs=1, **AS_THEY_ARE).fit(module, batches)
+    assert [True, False, True] == module.seen_by_optimizer
+    assert approx(1 - 0.1 * (2 + 9.8)) == module.w.item()
 
 
 class Counted(Toy):

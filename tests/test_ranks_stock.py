@@ -282,6 +282,12 @@ def changing(of_backwards: Sequence[Sequence[bool]]) -> Step:
     return step
 
 
+def frozen_at_the_end(nets: Nets, batch: Tensor, index: int) -> Tensor:
+    """Freeze the second network in every second batch."""
+    nets.second.requires_grad_(index % 2 == 0)
+    return both(nets, batch)
+
+
 def two_optimizers(nets: Nets) -> Any:
     return [torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9) for net in (nets.first, nets.second)]
 
@@ -319,6 +325,8 @@ SCENARIOS: Mapping[str, Scenario] = {
     "views of buckets in windows": Scenario(
         plain, False, 2, {"gradient_as_bucket_view": True}, ACCUMULATED[2]
     ),
+    "a parameter frozen within an automatic window": Scenario(frozen_at_the_end, False, 2, UNUSED, ACCUMULATED[2]),
+    "a parameter frozen between windows": Scenario(frozen_at_the_end, options=UNUSED),
     "a parameter frozen within a window": Scenario(changing((BOTH, FIRST)), True, options=UNUSED),
     "a parameter frozen and unfrozen within a window": Scenario(
         changing((BOTH, FIRST, BOTH)), True, options=UNUSED
