@@ -220,7 +220,7 @@ class Weighed(Engine):
 
     def add(self, loss: WeighedLoss, *, last: bool) -> None:
         """Add the loss to its window."""
-        self._window = self._windows.next()
+        self._window = self._windows.next(loss)
         missing = self._facts.missing if self._windows.options.rule.name == "mean" else 0
         divisor = 1.0 if self._facts.divisor is None else self._facts.divisor
         self._window.add(loss, last=last, divisor=divisor, missing=missing)

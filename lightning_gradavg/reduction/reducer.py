@@ -207,7 +207,7 @@ class GradAvgReducer:
 
     def _begin_backward(self, windows: OpenWindows, loss: WeighedLoss, *, last: bool, divisor: float) -> None:
         """Weigh a loss at the root of its backward, and finish the gradients after it."""
-        window: Window = windows.next()
+        window: Window = windows.next(loss)
         window.add(loss, last=last, divisor=divisor)
         window.begin_backward(loss)
 

@@ -195,10 +195,11 @@ class Reduction(Part):
 
     def hold(self, *, holding: bool) -> None:
         """Note whether the following backwards stay local."""
-        if holding and self.run.model is not None and self.run.ddp.static_graph:
-            # Under the plain mean stock serves a window that is not the first; torch fails an assertion in that.
-            if not self.is_stock or not self._has_reduced:
-                self._refuse_windows_of_static_graph()
+        is_static = self.run.model is not None and self.run.model.static_graph
+        # Under the plain mean stock serves a window that is not the first; torch fails an assertion in that.
+        is_served = self.is_stock and self._has_reduced
+        if holding and is_static and not is_served:
+            self._refuse_windows_of_static_graph()
         self._is_holding = holding
 
     def begin_step(self, batch: Any, missing: int = 0) -> None:

@@ -34,7 +34,11 @@ _TWO_OPEN = (
     "two windows are open at once, and they share parameters. A window is the micro-batches between two reductions, and"
     " all of them must train the same parameters. End the window of one optimizer by a backward that reduces, outside"
     " of toggle_model(sync_grad=False) or no_sync(), before another one trains some of the same parameters; or give"
-    " each optimizer parameters of its own, by toggle_optimizer."
+    " each optimizer parameters of its own, by toggle_optimizer"
+)
+
+_CLEARED_IN_PART = (
+    f"the gradients of some parameters were zeroed within a window, and those of others were not: {_TWO_OPEN}"
 )
 
 
@@ -71,10 +75,8 @@ class WindowOptions:
     @property
     def exchanges(self) -> bool:
         """Whether ranks exchange totals in every window."""
-        if self.rule.uses_weight or self.judges:
-            return True
-        # They divide by the length of the window, which may then differ between ranks.
-        return self.user_ends_windows and self.rule.averages_window
+        # Where the user ends windows, those of the ranks may differ in length, and in what they train.
+        return self.rule.uses_weight or self.judges or self.user_ends_windows
 
     @property
     def knows_totals_before_backward(self) -> bool:
@@ -149,6 +151,14 @@ class WindowRecord(NamedTuple):
     micro_batches: Sequence[MicroBatch]
     shares: Sequence[Share]  # of each micro-batch, in a window of this length
     local_divisor: float  # this rank's gradient before the reduction is sum(w * g) over this
+
+
+class Cleared(Enum):
+    """Which gradients of an open window the user has zeroed, or set to None."""
+
+    NONE = "none"
+    SOME = "some, as if each of two optimizers had a window of its own"
+    ALL = "all, which gives the window up"
 
 
 class _Gradient(NamedTuple):
@@ -283,6 +293,8 @@ class Window:
             if self.length == 1:
                 self._choose_lift()
             loss.micro_batch = self._require_finite_factor()
+            if loss.micro_batch.problem is not None and not self._options.exchanges:
+                raise ValueError(f"reduction {self._options.rule.name!r}: {loss.micro_batch.problem}.")
             if last and self._options.exchanges:
                 self._contents.exchange = TotalsExchange(self._row(), self._options.world, self._options.device)
 
@@ -467,21 +479,18 @@ class Window:
             if gradient is not None:
                 self._gradients_left.append(_Gradient(parameter, TensorWeakRef(gradient), version_of(gradient)))
 
-    def was_cleared(self) -> bool:
-        """Return whether the user has zeroed the gradients of an open window, and so given it up.
-
-        Raises:
-            ValueError: If some of its gradients were zeroed, and others were not, as if each of two optimizers had a
-                window of its own.
-        """
+    def cleared(self) -> Cleared:
+        """Return which gradients of an open window the user has zeroed since its last backward."""
         cleared = [noted for noted in self._gradients_left if noted.is_cleared]
-        if len(cleared) == len(self._gradients_left):
-            return bool(cleared)
+        if not cleared:
+            return Cleared.NONE
         rest = [noted for noted in self._gradients_left if not noted.is_cleared]
-        # Clipping within a window touches all gradients, and may leave some that are zero.
-        if cleared and not all(noted.is_touched for noted in rest):
-            raise ValueError(f"the gradients of some parameters were zeroed within a window: {_TWO_OPEN}")
-        return False
+        if not rest:
+            return Cleared.ALL
+        if all(noted.is_touched for noted in rest):
+            # As by clipping within a window, which leaves zeros where a gradient was zero.
+            return Cleared.NONE
+        return Cleared.SOME
 
     def close(self, *, skipped: bool = False) -> None:
         """Add the gradients from before the window to its own, and begin an empty one.
@@ -529,39 +538,40 @@ class OpenWindows:
         self._lift = Lift(options)
         self._windows: list[Window] = []
 
-    def next(self) -> Window:
-        """Return the window that the next loss belongs to: an open one, or an empty one.
+    def next(self, loss: WeighedLoss) -> Window:
+        """Return the window that a loss belongs to: an open one, or an empty one.
 
-        Raises:
-            ValueError: If the loss would train parameters of two windows.
+        If the loss would train parameters of two windows, it gets a problem, which all ranks raise together when the
+        window ends.
         """
         if not self.options.user_ends_windows:
             if not self._windows:
                 self._windows.append(self._new())
             return self._windows[0]
-        try:
-            return self._of_trained()
-        except ValueError:
-            self.abandon()
-            raise
-
-    def _of_trained(self) -> Window:
-        """Return the open window of the parameters that train now."""
         trained = {parameter for parameter in self._model.parameters() if parameter.requires_grad}
-        self._windows = [window for window in self._windows if window.state != WindowState.EMPTY]
-        for window in self._windows:
-            if window.state == WindowState.ENTERED:
-                window.abandon()  # the backward of its loss has never begun
-            elif window.state == WindowState.OPEN and window.was_cleared():
-                window.drop()
+        self._close_abandoned(loss)
         for window in self._windows:
             if window.trained == trained:
                 return window
         for window in self._windows:
-            if window.state == WindowState.OPEN and not window.trained.isdisjoint(trained):
-                raise ValueError(f"reduction {self.options.rule.name!r}: {_TWO_OPEN}")
+            if not window.trained.isdisjoint(trained):
+                loss.micro_batch = loss.micro_batch._replace(problem=_TWO_OPEN)
+                return window
         self._windows.append(self._new())
         return self._windows[-1]
+
+    def _close_abandoned(self, loss: WeighedLoss) -> None:
+        """Drop the windows that the user has given up, and forget those that are empty."""
+        for window in self._windows:
+            if window.state == WindowState.ENTERED:
+                window.abandon()  # the backward of its loss has never begun
+            elif window.state == WindowState.OPEN:
+                cleared = window.cleared()
+                if cleared == Cleared.ALL:
+                    window.drop()
+                elif cleared == Cleared.SOME:
+                    loss.micro_batch = loss.micro_batch._replace(problem=_CLEARED_IN_PART)
+        self._windows = [window for window in self._windows if window.state != WindowState.EMPTY]
 
     def _new(self) -> Window:
         return Window(self.options, self._model, self._lift)
