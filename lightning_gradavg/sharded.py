@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_gradavg.batches.part import Batches
+from lightning_gradavg.faults.part import Faults
 from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.reduction.sharded import ShardedAccumulation, sharded_rule
@@ -43,7 +44,8 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         super().__init__(**options)
         self._reduction = Reduction(rule, CommHook(None, None, None))
         self._batches, self._termination = Batches(), Termination()
-        self._parts = self._reduction, self._batches, self._termination
+        self._faults = Faults(None, buffers=False)  # the ranks hold different shards, and there is nothing to compare
+        self._parts = self._reduction, self._batches, self._faults, self._termination
         self._plain = {"reduction": rule.name}
 
     @override
@@ -60,3 +62,10 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
                 f" {mesh['data_parallel'].size()} data-parallel x {mesh['tensor_parallel'].size()} tensor-parallel"
                 f" ranks ({dist.get_backend()}); windows of {window} micro-batch{'es' * (window > 1)}"
             )
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        # It gathers the shards.
+        if self._faults.ends_apart():
+            return {}
+        return super().lightning_module_state_dict()

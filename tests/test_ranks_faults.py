@@ -190,7 +190,7 @@ def test_every_rank_ends_and_names_what_happened(name, tmp_path):
     """So does the line that one rank logs before any traceback."""
     fault = FAULTS[name]
     stuck = fault.codes.index(None) if None in fault.codes else None
-    ended = run_ranks(fault.body, stuck=stuck, folder=str(tmp_path), **fault.args)
+    ended = run_ranks(fault.body, timeout=fault.timeout, stuck=stuck, folder=str(tmp_path), **fault.args)
     assert fault.codes == tuple(one.exit_code for one in ended), ended
     for part, one in zip(fault.said, ended, strict=True):
         assert part in one.said if part else not one.said, ended

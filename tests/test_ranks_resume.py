@@ -13,7 +13,6 @@ from inspect import signature
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import faults
 import pytest
@@ -322,19 +321,27 @@ def test_an_unfinished_one_leaves_the_one_before(tmp_path):
     assert [path] == list(tmp_path.iterdir())
 
 
-def end_in_step_2(act: Any, rank: int, folder: str) -> None:
-    keep = {"filename": "{step}", "save_on_exception": True}
-    with mock.patch("lightning_gradavg.faults.last_words._PATIENCE_SECONDS", 1.0):
-        faults.train(act=act, rank=rank, keep=keep, folder=folder)
+LINKED = {"every_n_train_steps": 2, "save_top_k": -1, "save_last": "link"}
 
 
 @pytest.mark.skipif("save_on_exception" not in signature(ModelCheckpoint).parameters, reason="Lightning 2.6 brought it")
 @pytest.mark.parametrize(
-    ("act", "rank", "named"), [(faults.fail, 0, "ValueError"), (faults.interrupt, 1, "KeyboardInterrupt")]
+    ("act", "rank", "named", "keep", "kept"),
+    [
+        (faults.fail, 0, "ValueError", {}, []),
+        (faults.interrupt, 1, "KeyboardInterrupt", {}, []),
+        # Rank 0 would have replaced the link by one to a file that is not there.
+        (faults.fail, 0, "ValueError", LINKED, ["last.ckpt", "step=2.ckpt"]),
+        (faults.fail, 1, "ValueError", LINKED, ["last.ckpt", "step=2.ckpt"]),
+        # And it would have removed the last checkpoint, whose name is that of the step.
+        (faults.fail, 0, "ValueError", {**LINKED, "save_top_k": 1, "save_last": None}, ["step=2.ckpt"]),
+    ],
 )
-def test_a_rank_that_ends_alone_saves_nothing(tmp_path, act, rank, named):
-    """It would wait for the others until the timeout, which name it."""
-    ended = faults.run_ranks(end_in_step_2, timeout=300, act=act, rank=rank, folder=str(tmp_path))
-    assert ([1, 1], []) == ([one.exit_code for one in ended], [*tmp_path.iterdir()])
+def test_a_rank_that_ends_alone_saves_nothing(tmp_path, act, rank, named, keep, kept):
+    """It would wait for the others until the timeout, which name it. The checkpoints of before stay."""
+    given = {"keep": {"filename": "{step}", "save_on_exception": True, **keep}, "toy": {"after": 3}}
+    ended = faults.run_ranks(faults.train_quickly, timeout=300, act=act, rank=rank, folder=str(tmp_path), **given)
+    assert ([1, 1], kept) == ([one.exit_code for one in ended], sorted(path.name for path in tmp_path.iterdir()))
+    assert all(torch.load(path, weights_only=True)["global_step"] == 2 for path in tmp_path.iterdir())
     assert f"rank {rank} ended with {named}" in ended[1 - rank].said
     assert "ended with" not in ended[rank].said

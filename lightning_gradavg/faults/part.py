@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections.abc import Iterator
 from itertools import count
 
-from lightning.pytorch.trainer.states import TrainerStatus
+import torch.distributed as dist
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_gradavg.arguments import as_count_or_none
 from lightning_gradavg.faults.drift import require_replicas
 from lightning_gradavg.faults.last_words import LastWords, is_broken_exchange
 from lightning_gradavg.part import Part, Run
-from lightning_gradavg.ranks import Contribution
+from lightning_gradavg.ranks import Contribution, World
 
 __all__ = ["Faults"]
 
@@ -38,34 +38,53 @@ class Faults(Part):
         self._every = as_count_or_none("check_replicas_every_n_steps", every) or math.inf
         self._buffers = buffers
         self._last_words: LastWords | None = None
+        self._error: BaseException | None = None
+        self._apart: bool | None = None
+
+    def begin(self, trainer: Trainer) -> None:
+        """Begin a run, in which ranks hear of each other's errors. Nothing failed yet, and no hook was called."""
+        self._trainer = trainer
+        self._error = None
+        self._apart = None
+        if dist.is_initialized():
+            self._last_words = LastWords(World.of(None), next(_RUNS))
 
     def setup(self, run: Run) -> None:
-        """Begin a run, in which ranks hear of each other's errors."""
+        """Begin to compare the replicas of a run."""
         super().setup(run)
-        self._last_words = LastWords(run.world, next(_RUNS))
-        self._apart: bool | None = None
         self._batches, self._compares_buffers = 0, self._buffers
 
+    def interrupt(self, exception: BaseException) -> None:
+        """Note the exception that ends the run. It stays noted until the next run begins, for what is called after."""
+        if self._error is None:
+            self._error = exception
+
     def ends_apart(self) -> bool:
-        """Return whether the run ends by an exception that other ranks do not share: do not wait for them."""
-        error = sys.exc_info()[1]
-        if self._last_words is None or error is None or self.run.trainer.state.status != TrainerStatus.INTERRUPTED:
+        """Return whether the run ended by an exception that other ranks do not share: do not wait for them.
+
+        The first call of an interrupted run waits some seconds for the others to tell how they end.
+        """
+        if self._last_words is None or self._error is None:
             return False
         if self._apart is None:
-            self._apart = not self._last_words.ends_equal(error, self.run.trainer.global_step)
+            self._apart = not self._last_words.ends_equal(self._error, self._trainer.global_step)
             if self._apart:
-                rank = self.run.world.rank
-                _log.warning("rank %d writes no checkpoint at its end: the other ranks do not end with it", rank)
+                _log.warning(
+                    "rank %d ends, and the other ranks do not end with it: it exchanges nothing with them any more,"
+                    " and writes no checkpoint",
+                    dist.get_rank(),
+                )
         return self._apart
 
     def on_exception(self, exception: BaseException) -> str | None:
         """Tell the other ranks; return what they tell if an exchange with them broke. The first to fail logs a line."""
         if self._last_words is None:
             return None
-        first = self._last_words.say(exception, self.run.trainer.global_step)
+        self.interrupt(exception)
+        first = self._last_words.say(exception, self._trainer.global_step)
         told = self._last_words.listen() if is_broken_exchange(exception) else None
         if first:
-            line = f"rank {self.run.world.rank} ended with {type(exception).__name__}: {exception}".partition("\n")[0]
+            line = f"rank {dist.get_rank()} ended with {type(exception).__name__}: {exception}".partition("\n")[0]
             _log.error("GradAvgStrategy: %s", told or line)
         return told
 
