@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
@@ -28,7 +28,6 @@ from typing_extensions import override
 
 from lightning_gradavg.arguments import by_keyword
 from lightning_gradavg.batches.part import Batches, SplitBatches
-from lightning_gradavg.checkpoints import WholeCheckpoints
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
 from lightning_gradavg.faults.part import Faults
 from lightning_gradavg.fingerprint import combined, state_digests
@@ -319,8 +318,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     def setup_distributed(self) -> None:
         state = random_state()
         super().setup_distributed()
-        if type(self.checkpoint_io) is TorchCheckpointIO:
-            self.checkpoint_io = WholeCheckpoints()
         if self._options.split_batches:
             # Lightning seeds again here, so that all ranks draw the same. Our loaders do that themselves, and a script
             # goes on drawing as on one device.

@@ -362,7 +362,7 @@ FAULTS = {
         "(node, rank on the node) is (0, 0) on ranks 0, 1",
         patch=("ranks.RankEnvironment.local_rank", RankEnvironment.node_rank), **_START),
     "a torn checkpoint": Fault(
-        "epoch=1-step=10.ckpt is damaged: 1000 bytes, file is not a zip file. ", body=train_again,
+        "PytorchStreamReader failed reading zip archive: failed finding central directory", body=train_again,
         torn=True),
     "an older checkpoint on rank 1": Fault(
         "after 10 steps and 2 epochs on rank 0; training begins after 5 steps and 1 epochs on rank 1",
