@@ -184,7 +184,7 @@ class Sharded(Injected):
 
     def configure_model(self) -> None:
         """Shard the weight."""
-        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]  # set by the strategy
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def losses(self, batch: torch.Tensor) -> torch.Tensor:
         """Return the losses of samples."""

@@ -66,13 +66,76 @@ def test_a_changed_weight(world, every, batch, found):
         (2, "w", {"every": None}, None),
         # Buffers may differ where DDP broadcasts them before the next forward.
         (2, "mean", {}, None),
-        (2, "mean", {"equivalent_to": "data_parallel"}, "buffer 'mean' is not the same on all of them"),
+        (
+            2,
+            "mean",
+            {"equivalent_to": "data_parallel"},
+            "buffer 'mean' is not the same on all of them: another one is on rank 1. Each rank computed it",
+        ),
         (3, "w", {}, "another one is on rank 1."),
     ],
 )
 def test_what_is_compared(world, size, what, options, found):
     for ended in world(size).run_expecting_errors(train_drifting, what, 2, **options):
         assert ended == 8 if found is None else found in ended.message
+
+
+class Suspicious(Toy):
+    """Two weights; on rank 1, something happens to the first one that other ranks do not see."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(start=[1.0, 2.0])
+        self.how, self.automatic_optimization = how, how != "loss.backward()"
+        self.v = torch.nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+        if how == "frozen":
+            self.w.requires_grad_(False)
+
+    def losses(self, batch: Tensor) -> Tensor:
+        return super().losses(batch) + (0.0 if self.how == "unused" else self.v * batch.sum())
+
+    def on_train_start(self) -> None:
+        if self.how == "new":
+            self.late = torch.nn.Parameter(torch.tensor(float(dist.get_rank())))
+        if self.how == "set" and dist.get_rank() == 1:
+            self.w.data += 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.automatic_optimization:
+            return loss
+        loss.backward()
+        self.optimizers().step()
+        return None
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.how in ("assigned", "frozen", "unused") and dist.get_rank() == 1:
+            self.w.data += 1.0
+
+
+def train_suspiciously(how: str) -> None:
+    trainer = make_trainer(GradAvgStrategy(check_replicas_every_n_steps=1), max_epochs=1, use_distributed_sampler=False)
+    trainer.fit(Suspicious(how), loader([[1.0 + dist.get_rank()]] * 2))
+
+
+CAUSES = {
+    "loss.backward()": "In manual optimization, call self.manual_backward(loss) instead of loss.backward(). End every",
+    "unused": "There is no gradient of parameter 'v'. If a backward leaves out parameters, as in a GAN, pass",
+    "assigned": "Step, and assign to parameters, on all ranks or on none.",
+    "frozen": "It does not require a gradient, so no backward changes it",
+    "set": "The run has not trained yet: a hook set it",
+    "new": "DDP does not know it: the module got it after the strategy's setup",
+}
+
+
+@pytest.mark.parametrize("how", CAUSES)
+def test_the_error_begins_with_what_the_run_shows(world, how):
+    """What the run rules out is not in the error."""
+    for raised in world(2).run_expecting_errors(train_suspiciously, how):
+        found = re.search(r"another one is on rank 1\. (.*)", raised.message)
+        assert found is not None, raised.message
+        assert found[1].startswith(CAUSES[how])
+        others = [text for cause, text in CAUSES.items() if cause not in (how, "assigned")]
+        assert not any(text in found[1] for text in others)
 
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_gradavg.arguments import as_count_or_none
-from lightning_gradavg.faults.drift import require_replicas
+from lightning_gradavg.faults.drift import Drift, require_replicas
 from lightning_gradavg.faults.last_words import LastWords, is_broken_exchange
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import Contribution, World
@@ -53,6 +53,11 @@ class Faults(Part):
         """Begin to compare the replicas of a run."""
         super().setup(run)
         self._batches, self._compares_buffers = 0, self._buffers
+
+    def configure_ddp(self, run: Run) -> None:
+        """Begin a run that trains, and remember the parameters that DDP knows."""
+        super().configure_ddp(run)
+        self._wrapped = {_named(name) for name, _ in run.module.named_parameters()}
 
     def interrupt(self, exception: BaseException) -> None:
         """Note the exception that ends the run. It stays noted until the next run begins, for what is called after."""
@@ -130,9 +135,37 @@ class Faults(Part):
         run, self._checked = self.run, self._moment
         if self._every < math.inf and run.world.size > 1:
             count, unit, _ = self._done
-            require_replicas(self._tensors(run), f"{count} {unit}")
+            require_replicas(self._tensors(), f"{count} {unit}", self._drift_of)
 
-    def _tensors(self, run: Run) -> Iterator[tuple[str, Tensor]]:
-        buffers = run.module.named_buffers() if self._compares_buffers else ()
-        for kind, tensors in (("parameter", run.module.named_parameters()), ("buffer", buffers)):
-            yield from ((f"{kind} {name!r}", one) for name, one in tensors if name not in run.ddp.parameters_to_ignore)
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        ignored = self.run.ddp.parameters_to_ignore
+        for name, parameter in self.run.module.named_parameters():
+            if name not in ignored:
+                yield _named(name), parameter
+        if self._compares_buffers:
+            for name, buffer in self.run.module.named_buffers():
+                if name not in ignored:
+                    yield f"buffer {name!r}", buffer
+
+    def _drift_of(self, tensor: str) -> Drift:
+        """Return what the run shows about a tensor that drifted apart, named as `_tensors` names it."""
+        parameters = {_named(name): parameter for name, parameter in self.run.module.named_parameters()}
+        if tensor not in parameters:
+            return Drift(is_buffer=True)
+        trains = [name for name, parameter in parameters.items() if parameter.requires_grad]
+        missing = [name for name in trains if parameters[name].grad is None]
+        if self.run.ddp.find_unused_parameters or self.run.ddp.static_graph:
+            missing = []
+        zeroed = len(missing) == len(trains)
+        return Drift(
+            is_new=tensor not in self._wrapped,
+            is_frozen=not parameters[tensor].requires_grad,
+            is_manual=not self.run.module.automatic_optimization,
+            trained=self._batches > 0,
+            unused=missing[0] if missing and not zeroed else None,
+            zeroed=zeroed,
+        )
+
+
+def _named(parameter: str) -> str:
+    return f"parameter {parameter!r}"
