@@ -40,18 +40,19 @@ def run_ranks(body: Callable[..., Any], *, world_size: int = 2, timeout: float =
 
 
 class Injected(Toy):
-    """A method of it acts on what it returns, on one rank, after so many steps."""
+    """A method of it acts on what it returns, on one rank or (None) on both, after so many steps."""
 
     def __init__(
-        self, moment: str = "training_step", act: Any = None, rank: int = 1, *, after: int = 2, **toy: Any
+        self, moment: str = "training_step", act: Any = None, rank: int | None = 1, *, after: int = 2, **toy: Any
     ) -> None:
         super().__init__(**toy)
         own = getattr(self, moment)
+        ranks = (0, 1) if rank is None else (rank,)
 
         def acting(*args: Any, **kwargs: Any) -> Any:
             returned = own(*args, **kwargs)
             due = self.global_step >= after or moment in ("setup", "configure_optimizers")
-            return act(returned) if act is not None and due and dist.get_rank() == rank else returned
+            return act(returned) if act is not None and due and dist.get_rank() in ranks else returned
 
         setattr(self, moment, acting)
 
@@ -134,6 +135,13 @@ def be_late(returned: Any) -> Any:
     return returned
 
 
+def exchange_other_shapes(returned: Any) -> Any:
+    """Gather 3 numbers on rank 0, and 5 on rank 1."""
+    mine = torch.ones(3 + 2 * dist.get_rank())
+    dist.all_gather([torch.empty_like(mine), torch.empty_like(mine)], mine)
+    return returned
+
+
 def to_nothing(returned: Any) -> None:
     return None
 
@@ -142,7 +150,7 @@ def train(
     moment: str = "training_step",
     act: Any = None,
     *,
-    rank: int = 1,
+    rank: int | None = 1,
     model: Callable[..., Injected] = Injected,
     toy: dict[str, Any] | None = None,
     strategy: dict[str, Any] | None = None,
@@ -341,6 +349,9 @@ FAULTS = {
     "None from the loader": Fault(
         "rank 1 ended with RuntimeError: the train loader yielded None on rank 1", "on rank 1. Lightning skips",
         moment="on_before_batch_transfer", act=to_nothing),
+    # Gloo aborts the rank that receives more than it expects, in a thread of its own.
+    "ranks that exchange other shapes": Fault(
+        "", _LOST.format(0), codes=(-6, 1), rank=None, act=exchange_other_shapes),
     "the disk is full while a checkpoint is written": Fault(
         "No space left on device", "rank 0 ended with OSError: [Errno 28] No space left on device",
         moment="on_save_checkpoint", act=fill_disk, rank=0),
