@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
+from inspect import signature
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,11 @@ from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy
 from lightning_gradavg.lightning_internals import store_of_world
 
 __all__ = ["FAULTS", "Fault", "Injected", "fail", "interrupt", "kill", "run_ranks", "terminate", "train"]
+
+
+_ON_EXCEPTION: dict[str, Any] = {}
+if "save_on_exception" in signature(ModelCheckpoint).parameters:  # since lightning 2.6
+    _ON_EXCEPTION["save_on_exception"] = True
 
 
 def run_ranks(body: Callable[..., Any], *, world_size: int = 2, timeout: float = 5, **given: Any) -> list[Ended]:
@@ -100,7 +106,9 @@ class Exchanging(Callback):
             pl_module.metric.update(1.0)
             pl_module.metric.compute()
             assert {"monitored", "metric"} >= set(trainer.callback_metrics)
-        if isinstance(strategy, GradAvgStrategy) and strategy.optimizers:
+        if isinstance(strategy, GradAvgModelParallelStrategy):
+            assert {} == strategy.lightning_module_state_dict() == strategy.optimizer_state(strategy.optimizers[0])
+        elif strategy.optimizers:
             assert 16 == len(strategy.fingerprint())
 
 
@@ -201,7 +209,7 @@ class Sharded(Injected):
 
 def train_sharded(*, rank: int, callbacks: Sequence[Callback] = (), folder: str) -> None:
     """Body: fail on one rank of a sharded model, where a checkpoint gathers the shards."""
-    keep = ModelCheckpoint(folder, save_last=True, save_on_exception=True)
+    keep = ModelCheckpoint(folder, save_last=True, **_ON_EXCEPTION)
     trainer = make_trainer(
         GradAvgModelParallelStrategy(),
         max_epochs=1,
@@ -305,7 +313,7 @@ def _exchanging(moment: str, rank: int, *, full: bool = False) -> Fault:
 
 
 def _kept(kept: dict[str, Any], moment: str, rank: int, *, full: bool = True, **toy: Any) -> Fault:
-    keep = {"save_on_exception": True, **kept}
+    keep = {**_ON_EXCEPTION, **kept}
     callbacks = [EarlyStopping("monitored", patience=9, check_on_train_epoch_end=False)]
     given: dict[str, Any] = {"keep": keep, "moment": moment, "rank": rank, "toy": toy, "callbacks": callbacks}
     return Fault(*_of_exception(rank), body=train_quickly, act=fail, model=Logged, full=full, timeout=40, **given)

@@ -105,6 +105,7 @@ class Suspicious(Toy):
             return loss
         loss.backward()
         self.optimizers().step()
+        self.optimizers().zero_grad()
         return None
 
     def on_train_batch_end(self, *args: Any) -> None:
