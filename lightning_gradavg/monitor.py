@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
 from lightning_gradavg.arguments import as_count_or_none
-from lightning_gradavg.faults.drift import SameData, require_replicas
+from lightning_gradavg.faults.drift import SameData
 from lightning_gradavg.lightning_internals import TrainingLoop
 from lightning_gradavg.report.report import StepReport
 from lightning_gradavg.strategy import GradAvgStrategy
@@ -32,8 +32,6 @@ class GradAvgMonitor(Callback):
         prog_bar: Whether the progress bar shows the loss and the gradient norm.
         per_rank: Whether to log the values of every rank beside their mean, minimum and maximum.
         check_data: Whether to compare the first batches.
-        check_parameters_every_n_steps: Optimizer steps from one comparison of the parameters to the next; None for no
-            comparison. Ranks that drifted apart raise a `RuntimeError`.
         fingerprint_every_n_steps: Optimizer steps from one log line with `strategy.fingerprint()`, by which you compare
             runs, to the next; None for no line.
 
@@ -50,13 +48,12 @@ class GradAvgMonitor(Callback):
         prog_bar: bool = False,
         per_rank: bool = False,
         check_data: bool = True,
-        check_parameters_every_n_steps: int | None = None,
         fingerprint_every_n_steps: int | None = None,
     ) -> None:
         self.every_n_steps, self.fingerprint_every_n_steps = every_n_steps, fingerprint_every_n_steps
-        self.check_parameters_every_n_steps, self.prefix = check_parameters_every_n_steps, prefix
+        self.prefix = prefix
         self.prog_bar, self.per_rank, self.check_data = prog_bar, per_rank, check_data
-        for name in ("every_n_steps", "check_parameters_every_n_steps", "fingerprint_every_n_steps"):
+        for name in ("every_n_steps", "fingerprint_every_n_steps"):
             as_count_or_none(name, getattr(self, name))
 
     @override
@@ -97,9 +94,6 @@ class GradAvgMonitor(Callback):
             self._log(trainer, pl_module, strategy.report(), loop.step)
         if loop.accumulates:
             return
-        if _is_due(loop.step, self.check_parameters_every_n_steps):
-            parameters = ((f"parameter {name!r}", parameter) for name, parameter in pl_module.named_parameters())
-            require_replicas(parameters, f"{trainer.global_step} optimizer steps")
         if _is_due(loop.step, self.fingerprint_every_n_steps):
             rank_zero_info(f"GradAvgMonitor: after step {loop.step + 1}, fingerprint {strategy.fingerprint()}")
 

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_gradavg.batches.part import Batches
+from lightning_gradavg.faults.part import Faults
 from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.engine import Engine, Stock, Weighed
 from lightning_gradavg.reduction.guard import BypassGuard
@@ -49,7 +50,8 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         super().__init__(**options)
         self._reduction = Reduction(rule, CommHook(None, None, None))
         self._batches, self._termination = Batches(), Termination()
-        self._parts = self._reduction, self._batches, self._termination
+        self._faults = Faults(None, buffers=False)  # the ranks hold different shards, and there is nothing to compare
+        self._parts = self._reduction, self._batches, self._faults, self._termination
         self._guard: BypassGuard | None = None
         self._plain = {"reduction": rule.name}
 
@@ -81,3 +83,10 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
             self._guard.remove()
             self._guard = None
         super().teardown()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        # It gathers the shards.
+        if self._faults.ends_apart():
+            return {}
+        return super().lightning_module_state_dict()

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
@@ -28,7 +28,6 @@ from typing_extensions import override
 
 from lightning_gradavg.arguments import by_keyword
 from lightning_gradavg.batches.part import Batches, SplitBatches
-from lightning_gradavg.checkpoints import WholeCheckpoints
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
 from lightning_gradavg.faults.part import Faults
 from lightning_gradavg.fingerprint import combined, state_digests
@@ -310,7 +309,10 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         """
         if self.lightning_module is None:
             raise RuntimeError("there is nothing to take a fingerprint of before the Trainer has begun a run")
-        drawn: Saved = {"random state": World.of(None).from_first(random_state())}
+        world = World.of(None)
+        if self._faults.ends_apart():
+            world = World()
+        drawn: Saved = {"random state": world.from_first(random_state())}
         self._replicas.save(drawn, {})
         return state_digests(self.lightning_module, self.optimizers, drawn)
 
@@ -329,8 +331,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     def setup_distributed(self) -> None:
         state = random_state()
         super().setup_distributed()
-        if type(self.checkpoint_io) is TorchCheckpointIO:
-            self.checkpoint_io = WholeCheckpoints()
         if self._options.split_batches:
             # Lightning seeds again here, so that all ranks draw the same. Our loaders do that themselves, and a script
             # goes on drawing as on one device.
@@ -351,15 +351,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         self._rates.setup_optimizers(self.optimizers)
-
-    @override
-    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        if not self._faults.ends_apart():
-            super().barrier(name, *args, **kwargs)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj if self._faults.ends_apart() else super().broadcast(obj, src)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -462,6 +453,8 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         self, tensor: Tensor, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
     ) -> Tensor:
         """Reduce a tensor over the ranks. If ranks share batches, the mean of integers keeps its decimals on gloo."""
+        if self._faults.ends_apart():
+            return super().reduce(tensor, group, reduce_op)
         averages = str(reduce_op).lower() in ("mean", "avg")
         exact = averages and (self._options.split_batches or self._options.exact_evaluation or self._batches.joins)
         reduced = _widened(tensor) if exact else tensor
@@ -472,6 +465,8 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        if self._faults.ends_apart():
+            return super().all_gather(tensor, group, sync_grads)
         require_allowed()
         if (having := self._batches.having) is not None:
             raise RuntimeError(
@@ -521,10 +516,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Name the rank that failed first."""
         self._rates.end()
-        told = self._faults.on_exception(exception)
-        if told is not None:
-            exception.args = (f"{told}.\n{exception}",)
-        # Not Lightning's: it replaces what DDP says of unused parameters by the name of another strategy.
+        super().on_exception(exception)
 
 
 def _widened(value: Any) -> Any:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gradavg.batches.part import Batches
+from lightning_gradavg.faults.collectives import Collectives
 from lightning_gradavg.launch import Registered, require_one_run
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import World
@@ -26,7 +27,7 @@ from lightning_gradavg.reduction.reduction import Reduction
 __all__ = ["WeighedTraining"]
 
 
-class WeighedTraining(Registered, ParallelStrategy):
+class WeighedTraining(Registered, Collectives, ParallelStrategy):
     """Weighs the losses of a strategy that averages gradients. Its class comes before that of the engine."""
 
     _reduction: Reduction
@@ -63,7 +64,7 @@ class WeighedTraining(Registered, ParallelStrategy):
     @override
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks. Lightning names the loaders here that it is about to prepare."""
-        super().barrier(name, *args, **kwargs)  # type: ignore[safe-super]  # the engine's
+        super().barrier(name, *args, **kwargs)
         if name is not None and name.endswith("_dataloader()"):
             self._prepares = name.removesuffix("_dataloader()")
             for part in self._parts:
@@ -156,3 +157,8 @@ class WeighedTraining(Registered, ParallelStrategy):
         super().on_train_end()
         for part in self._parts:
             part.on_train_end()
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if not self._faults.ends_apart():
+            super().save_checkpoint(checkpoint, *args, **kwargs)

@@ -152,7 +152,7 @@ class Save(Callback):
                 assert not file.exists()
 
 
-MONITOR = partial(GradAvgMonitor, every_n_steps=2, check_parameters_every_n_steps=2)
+MONITOR = partial(GradAvgMonitor, every_n_steps=2)
 
 
 class OneGpu(CUDAAccelerator):

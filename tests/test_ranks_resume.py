@@ -1,6 +1,6 @@
 """Whatever ends a run, on any number of ranks: resumed on another number, it trains as an undisturbed one.
 
-Checkpoints are in their place whole or not at all, and a damaged one is not read.
+A kill while a checkpoint is written leaves the one before in its place, if temporary files are on its file system.
 """
 
 from __future__ import annotations
@@ -8,24 +8,30 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
+import signal
+import sys
+import tempfile
 from functools import cache
 from inspect import signature
-from itertools import product
+from itertools import count, product
+from multiprocessing import get_context
 from pathlib import Path
+from types import FrameType
 from typing import Any
-from unittest import mock
 
 import faults
 import pytest
 import torch
+from fsspec import transaction
+from fsspec.implementations import local
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from noted import Act, Order, done, draws, fit, journal, together
 from orders import ORDERS, WHOLE
 from ranks import RankError, grid
-
-from lightning_gradavg.checkpoints import WholeCheckpoints
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),
@@ -278,63 +284,85 @@ def test_what_cannot_go_on_is_an_error_on_all_ranks(world, tmp_path, name):
 
 
 CONTENT = torch.arange(1000.0)
+WRITERS = {Path(module.__file__ or "").name for module in (local, transaction, shutil, tempfile)}
 
 
-def saved(folder: Path, step: int) -> Path:
-    """Return the path of a checkpoint whose time is its step."""
-    path = folder / f"step={step}.ckpt"
-    WholeCheckpoints().save_checkpoint({"global_step": step, "weight": CONTENT}, path)
-    os.utime(path, (step, step))
-    return path
+def save_and_be_killed(path: Path, call: int) -> None:
+    """Save step 2 in this process, and kill it before this call of a C function of those that write files."""
+    calls = count()
+
+    def before(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "c_call" and Path(frame.f_code.co_filename).name in WRITERS and next(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(before)
+    TorchCheckpointIO().save_checkpoint({"global_step": 2, "weight": CONTENT}, path)
+    os._exit(0)
 
 
-def flipped(content: bytes) -> bytes:
-    """Return it with another bit in a weight."""
-    place = content.index(CONTENT.numpy().tobytes()) + 1234
-    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+def step_of(path: Path) -> int | None:
+    """Return the step of a checkpoint, None of a torn one."""
+    try:
+        checkpoint = torch.load(path, weights_only=True)
+    except (RuntimeError, EOFError):
+        return None
+    assert torch.equal(CONTENT, checkpoint["weight"])
+    step: int = checkpoint["global_step"]
+    return step
 
 
-def test_a_torn_one_is_refused(tmp_path):
-    """The error names the damaged checkpoint, the damage, and the newest intact one in its folder."""
-    (tmp_path / "of shards.ckpt").mkdir()
-    first, second, third = (saved(tmp_path, step) for step in (1, 2, 3))
-    assert torch.equal(CONTENT, WholeCheckpoints().load_checkpoint(third, weights_only=True)["weight"])
-    for torn, whole in ((third, second), (second, first), (first, "none")):
-        torn.write_bytes(flipped(torn.read_bytes()))
-        os.utime(torn, (step := int(torn.stem[-1]), step))
-        with pytest.raises(ValueError, match=f"step=3.ckpt is damaged: .+ The newest intact .* is {whole}$"):
-            WholeCheckpoints().load_checkpoint(third)
+def found_after_kills(path: Path) -> list[int | None]:
+    """Save step 2 over step 1, killed before one call, then before the next, ...: return the steps found."""
+    found: list[int | None] = []
+    code: int | None = None
+    while code != 0:
+        TorchCheckpointIO().save_checkpoint({"global_step": 1, "weight": CONTENT}, path)
+        process = get_context("fork").Process(target=save_and_be_killed, args=(path, len(found)))
+        process.start()
+        process.join()
+        code = process.exitcode
+        assert code in (0, -signal.SIGKILL)
+        found.append(step_of(path))
+    return found
 
 
-class Unfinished:
-    """Fails while it is pickled, when a part of the file is written."""
+@pytest.mark.skipif(sys.platform != "linux", reason="it needs a fork, and a second file system")
+@pytest.mark.parametrize(("temporary", "torn"), [(".", False), ("/dev/shm", True)])
+def test_a_killed_save_leaves_no_torn_checkpoint(tmp_path, monkeypatch, temporary, torn):
+    """Lightning moves a temporary file to the name of the checkpoint, which is safe on one file system only."""
+    folder = tmp_path / temporary
+    if torn and (not folder.is_dir() or folder.stat().st_dev == tmp_path.stat().st_dev):
+        pytest.skip("there is no second file system")
+    with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+        monkeypatch.setattr(tempfile, "tempdir", unfinished)
+        found = found_after_kills(tmp_path / "last.ckpt")
+    # First the old one, in the end the new one: it was killed before and after the move.
+    assert (1, 2) == (found[0], found[-1])
+    assert len(found) > 10
+    assert torn == (None in found)
 
-    def __reduce__(self) -> Any:
-        raise OSError(28, "No space left on device")
 
-
-def test_an_unfinished_one_leaves_the_one_before(tmp_path):
-    """A checkpoint that cannot be written leaves the one before in its place, and nothing else in the folder."""
-    path = saved(tmp_path, 1)
-    with pytest.raises(OSError, match="No space left"):
-        WholeCheckpoints().save_checkpoint({"global_step": 2, "callback": Unfinished()}, path)
-    assert 1 == torch.load(path, weights_only=True)["global_step"]
-    assert [path] == list(tmp_path.iterdir())
-
-
-def end_in_step_2(act: Any, rank: int, folder: str) -> None:
-    keep = {"filename": "{step}", "save_on_exception": True}
-    with mock.patch("lightning_gradavg.faults.last_words._PATIENCE_SECONDS", 1.0):
-        faults.train(act=act, rank=rank, keep=keep, folder=folder)
+LINKED = {"every_n_train_steps": 2, "save_top_k": -1, "save_last": "link"}
 
 
 @pytest.mark.skipif("save_on_exception" not in signature(ModelCheckpoint).parameters, reason="Lightning 2.6 brought it")
 @pytest.mark.parametrize(
-    ("act", "rank", "named"), [(faults.fail, 0, "ValueError"), (faults.interrupt, 1, "KeyboardInterrupt")]
+    ("act", "rank", "named", "keep", "kept"),
+    [
+        (faults.fail, 0, "ValueError", {}, []),
+        (faults.interrupt, 1, "KeyboardInterrupt", {}, []),
+        # Rank 0 would have replaced the link by one to a file that is not there.
+        (faults.fail, 0, "ValueError", LINKED, ["last.ckpt", "step=2.ckpt"]),
+        (faults.fail, 1, "ValueError", LINKED, ["last.ckpt", "step=2.ckpt"]),
+        # And it would have removed the last checkpoint, whose name is that of the step.
+        (faults.fail, 0, "ValueError", {**LINKED, "save_top_k": 1, "save_last": None}, ["step=2.ckpt"]),
+    ],
 )
-def test_a_rank_that_ends_alone_saves_nothing(tmp_path, act, rank, named):
-    """It would wait for the others until the timeout, which name it."""
-    ended = faults.run_ranks(end_in_step_2, timeout=300, act=act, rank=rank, folder=str(tmp_path))
-    assert ([1, 1], []) == ([one.exit_code for one in ended], [*tmp_path.iterdir()])
+def test_a_rank_that_ends_alone_saves_nothing(tmp_path, act, rank, named, keep, kept):
+    """It would wait for the others until the timeout, which name it. The checkpoints of before stay."""
+    given = {"keep": {"filename": "{step}", "save_on_exception": True, **keep}, "toy": {"after": 3}}
+    ended = faults.run_ranks(faults.train_quickly, timeout=300, act=act, rank=rank, folder=str(tmp_path), **given)
+    assert ([1, 1], kept) == ([one.exit_code for one in ended], sorted(path.name for path in tmp_path.iterdir()))
+    assert all(torch.load(path, weights_only=True)["global_step"] == 2 for path in tmp_path.iterdir())
     assert f"rank {rank} ended with {named}" in ended[1 - rank].said
     assert "ended with" not in ended[rank].said

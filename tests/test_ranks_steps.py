@@ -322,7 +322,7 @@ def drifts(step: Any, batches: Sequence[float], found: int, start: Any = 1.0) ->
     others = batches if step is again_on_rank_1 else [2.0] * len(batches)
     text = (
         rf"^the ranks drifted apart: after {found} batch\(es\) parameter 'net.w' is not the.*another one is on rank 1\."
-        r".*self\.manual_backward\(loss\).*find_unused_parameters=True"
+        r" In manual optimization, call self\.manual_backward\(loss\).* on all ranks or on none\."
     )
     of_ranks = [[[one] for one in of_rank] for of_rank in (batches, others)]
     return Run(by_hand(step, start), of_ranks, text, {})

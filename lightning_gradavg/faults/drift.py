@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from lightning_gradavg.ranks import World, on_ranks
 from lightning_gradavg.tree import data_digest
 
-__all__ = ["SameData", "drifted", "require_replicas"]
+__all__ = ["Drift", "SameData", "drifted", "require_replicas"]
 
 _PART, _ODD = 2**16, 6364136223846793005  # elements at once; Knuth's multiplier, which tells parts apart
 
@@ -34,18 +35,83 @@ def drifted(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, list[int]] | No
     return None
 
 
-def require_replicas(tensors: Iterable[tuple[str, Tensor]], done: str) -> None:
-    """Raise a RuntimeError on all ranks if any of their tensors, named as in `"buffer 'mean'"`, has `drifted`."""
+_LEFT_OUT = "If a backward leaves out parameters, as in a GAN, pass find_unused_parameters=True."
+
+
+@dataclass(frozen=True)
+class Drift:
+    """What a run shows about a tensor that drifted apart.
+
+    Attributes:
+        is_buffer: Whether it is a buffer.
+        is_new: Whether it is a parameter that the module got after it was wrapped.
+        is_frozen: Whether it is a parameter that does not require a gradient now.
+        is_manual: Whether the module optimizes manually.
+        trained: Whether the run trained on a batch already.
+        unused: A parameter that trains but has no gradient on this rank, where DDP expects one of each, or None.
+        zeroed: Whether DDP expects a gradient of each parameter, but all were zeroed since, so none shows as unused.
+    """
+
+    is_buffer: bool = False
+    is_new: bool = False
+    is_frozen: bool = False
+    is_manual: bool = False
+    trained: bool = True
+    unused: str | None = None
+    zeroed: bool = False
+
+    def causes(self) -> str:
+        """Return the causes that the run does not rule out, the likeliest first, and what to do about each."""
+        return " ".join(self._causes())
+
+    def _causes(self) -> Iterator[str]:
+        if self.is_buffer:
+            yield "Each rank computed it from its own samples: compute it from the whole batch, in training_step_end."
+            yield "Or one rank alone assigned to it."
+            return
+        if self.is_new:
+            yield (
+                "DDP does not know it: the module got it after the strategy's setup. Create it in __init__ or in"
+                " configure_model."
+            )
+            return
+        if not self.trained:
+            yield (
+                "The run has not trained yet: a hook set it, to other values on some ranks. Set it to the same on all"
+                " ranks, or in __init__, from where DDP copies rank 0's values."
+            )
+            return
+        if self.is_frozen:
+            yield (
+                "It does not require a gradient, so no backward changes it: a step or an assignment on some ranks only"
+                " did, or it drifted before it was frozen."
+            )
+            return
+        if self.is_manual:
+            yield "In manual optimization, call self.manual_backward(loss) instead of loss.backward()."
+            yield "End every window by a backward outside of toggle_model(sync_grad=False)."
+        if self.unused is not None:
+            yield f"There is no gradient of {self.unused}. {_LEFT_OUT}"
+        elif self.is_manual and self.zeroed:
+            # In automatic optimization, DDP raises at the next forward.
+            yield _LEFT_OUT
+        yield "Step, and assign to parameters, on all ranks or on none."
+
+
+def require_replicas(tensors: Iterable[tuple[str, Tensor]], done: str, drift_of: Callable[[str], Drift]) -> None:
+    """Raise a RuntimeError on all ranks if any of their tensors has `drifted`. A collective operation.
+
+    Args:
+        tensors: This rank's tensors, named as in `"buffer 'mean'"`.
+        done: What was done before, as in `"2 optimizer steps"`.
+        drift_of: Returns what the run shows about the tensor of a name.
+    """
     found = drifted(tensors)
     if found is not None:
         name, ranks = found
         raise RuntimeError(
-            f"the ranks drifted apart: after {done} {name} is not the same on all of them: another one"
-            f" is {on_ranks(ranks)}. Something trains outside of the strategy, such as loss.backward() instead of"
-            " self.manual_backward(loss), a window that no backward outside of toggle_model(sync_grad=False) ended, a"
-            " step or an assignment on one rank, a module that is no part of the LightningModule, a backward that"
-            " leaves parameters without gradient, as in a GAN (pass find_unused_parameters=True), or a buffer that each"
-            " rank computes from its own samples: then compute it from the whole batch, in training_step_end."
+            f"the ranks drifted apart: after {done} {name} is not the same on all of them: another one is"
+            f" {on_ranks(ranks)}. {drift_of(name).causes()}"
         )
 
 

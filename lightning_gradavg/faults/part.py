@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections.abc import Iterator
 from itertools import count
 
-from lightning.pytorch.trainer.states import TrainerStatus
+import torch.distributed as dist
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_gradavg.arguments import as_count_or_none
-from lightning_gradavg.faults.drift import require_replicas
+from lightning_gradavg.faults.drift import Drift, require_replicas
 from lightning_gradavg.faults.last_words import LastWords, is_broken_exchange
 from lightning_gradavg.part import Part, Run
-from lightning_gradavg.ranks import Contribution
+from lightning_gradavg.ranks import Contribution, World
 
 __all__ = ["Faults"]
 
@@ -38,34 +38,58 @@ class Faults(Part):
         self._every = as_count_or_none("check_replicas_every_n_steps", every) or math.inf
         self._buffers = buffers
         self._last_words: LastWords | None = None
+        self._error: BaseException | None = None
+        self._apart: bool | None = None
+
+    def begin(self, trainer: Trainer) -> None:
+        """Begin a run, in which ranks hear of each other's errors. Nothing failed yet, and no hook was called."""
+        self._trainer = trainer
+        self._error = None
+        self._apart = None
+        if dist.is_initialized():
+            self._last_words = LastWords(World.of(None), next(_RUNS))
 
     def setup(self, run: Run) -> None:
-        """Begin a run, in which ranks hear of each other's errors."""
+        """Begin to compare the replicas of a run."""
         super().setup(run)
-        self._last_words = LastWords(run.world, next(_RUNS))
-        self._apart: bool | None = None
         self._batches, self._compares_buffers = 0, self._buffers
 
+    def configure_ddp(self, run: Run) -> None:
+        """Begin a run that trains, and remember the parameters that DDP knows."""
+        super().configure_ddp(run)
+        self._wrapped = {_named(name) for name, _ in run.module.named_parameters()}
+
+    def interrupt(self, exception: BaseException) -> None:
+        """Note the exception that ends the run. It stays noted until the next run begins, for what is called after."""
+        if self._error is None:
+            self._error = exception
+
     def ends_apart(self) -> bool:
-        """Return whether the run ends by an exception that other ranks do not share: do not wait for them."""
-        error = sys.exc_info()[1]
-        if self._last_words is None or error is None or self.run.trainer.state.status != TrainerStatus.INTERRUPTED:
+        """Return whether the run ended by an exception that other ranks do not share: do not wait for them.
+
+        The first call of an interrupted run waits some seconds for the others to tell how they end.
+        """
+        if self._last_words is None or self._error is None:
             return False
         if self._apart is None:
-            self._apart = not self._last_words.ends_equal(error, self.run.trainer.global_step)
+            self._apart = not self._last_words.ends_equal(self._error, self._trainer.global_step)
             if self._apart:
-                rank = self.run.world.rank
-                _log.warning("rank %d writes no checkpoint at its end: the other ranks do not end with it", rank)
+                _log.warning(
+                    "rank %d ends, and the other ranks do not end with it: it exchanges nothing with them any more,"
+                    " and writes no checkpoint",
+                    dist.get_rank(),
+                )
         return self._apart
 
     def on_exception(self, exception: BaseException) -> str | None:
         """Tell the other ranks; return what they tell if an exchange with them broke. The first to fail logs a line."""
         if self._last_words is None:
             return None
-        first = self._last_words.say(exception, self.run.trainer.global_step)
+        self.interrupt(exception)
+        first = self._last_words.say(exception, self._trainer.global_step)
         told = self._last_words.listen() if is_broken_exchange(exception) else None
         if first:
-            line = f"rank {self.run.world.rank} ended with {type(exception).__name__}: {exception}".partition("\n")[0]
+            line = f"rank {dist.get_rank()} ended with {type(exception).__name__}: {exception}".partition("\n")[0]
             _log.error("GradAvgStrategy: %s", told or line)
         return told
 
@@ -111,9 +135,37 @@ class Faults(Part):
         run, self._checked = self.run, self._moment
         if self._every < math.inf and run.world.size > 1:
             count, unit, _ = self._done
-            require_replicas(self._tensors(run), f"{count} {unit}")
+            require_replicas(self._tensors(), f"{count} {unit}", self._drift_of)
 
-    def _tensors(self, run: Run) -> Iterator[tuple[str, Tensor]]:
-        buffers = run.module.named_buffers() if self._compares_buffers else ()
-        for kind, tensors in (("parameter", run.module.named_parameters()), ("buffer", buffers)):
-            yield from ((f"{kind} {name!r}", one) for name, one in tensors if name not in run.ddp.parameters_to_ignore)
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        ignored = self.run.ddp.parameters_to_ignore
+        for name, parameter in self.run.module.named_parameters():
+            if name not in ignored:
+                yield _named(name), parameter
+        if self._compares_buffers:
+            for name, buffer in self.run.module.named_buffers():
+                if name not in ignored:
+                    yield f"buffer {name!r}", buffer
+
+    def _drift_of(self, tensor: str) -> Drift:
+        """Return what the run shows about a tensor that drifted apart, named as `_tensors` names it."""
+        parameters = {_named(name): parameter for name, parameter in self.run.module.named_parameters()}
+        if tensor not in parameters:
+            return Drift(is_buffer=True)
+        trains = [name for name, parameter in parameters.items() if parameter.requires_grad]
+        missing = [name for name in trains if parameters[name].grad is None]
+        if self.run.ddp.find_unused_parameters or self.run.ddp.static_graph:
+            missing = []
+        zeroed = len(missing) == len(trains)
+        return Drift(
+            is_new=tensor not in self._wrapped,
+            is_frozen=not parameters[tensor].requires_grad,
+            is_manual=not self.run.module.automatic_optimization,
+            trained=self._batches > 0,
+            unused=missing[0] if missing and not zeroed else None,
+            zeroed=zeroed,
+        )
+
+
+def _named(parameter: str) -> str:
+    return f"parameter {parameter!r}"
