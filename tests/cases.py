@@ -24,7 +24,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.place import Place
-MOST_TERMS = 56
 from lightning_gradavg.rules import RULES, Share, resolve_rule
 
 NAN, INF = math.nan, math.inf
@@ -114,6 +113,11 @@ def root(place: Place, weight: Any) -> Share:
     return Share(weight**0.5 / place.ranks_on_node, weight**0.5)
 
 
+def halved(place: Place, weight: Any) -> Share:
+    """A user's rule that windows may have any length of."""
+    return Share(weight / 2, weight)
+
+
 def infinite(place: Place, weight: Any) -> Share:
     return Share(weight, INF if place.rank == 1 else weight)
 
@@ -122,9 +126,19 @@ def no_share(place: Place, weight: Any) -> Any:
     return weight
 
 
+def of_world(place: Place, weight: Any) -> Share:
+    """Its multiplier follows the length of the window."""
+    return Share(weight / place.world_size, weight)
+
+
 def drifting(place: Place, weight: Any) -> Share:
     """Its multiplier follows the length of the window by a factor that depends on the weight."""
     return Share(weight + place.world_size, 1.0)
+
+
+def normalizing(place: Place, weight: Any) -> Share:
+    """Its normalizer follows the length of the window."""
+    return Share(weight, weight / place.ranks_on_node)
 
 
 def uneven(place: Place, weight: Any) -> Share:
@@ -174,7 +188,7 @@ ON_TWO_NODES: Mapping[Any, Any] = {
     "mean_of_node_sums": [(4 + 13) / 2, 14 / 2],
     "mean_of_node_means": [(2 + 6.5) / 2, 14 / 2],
     "sum_of_node_means": [2 + 6.5, 14.0],
-    root: [(1 + 6 + 15 + 32) / 2 / 10, (5 + 9 * 3**0.5) / (1 + 3**0.5)],
+    halved: [186 / 30 / 2, 32 / 4 / 2],
 }
 LATE = [[[(2.0, 1)]] * 3, [[(4.0, 3)], [(NAN, 0)], [(6.0, 1)]]]
 FLOATING = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -193,20 +207,17 @@ NO_WEIGHTS: Mapping[str, Any] = {
     "a weight is one number, got a tensor of shape (2,)": torch.ones(2),
     "of type int": 10**400,
     "a tensor of shape () and torch.complex64": torch.tensor(1j),
+    "global_mean": {"a": 1.0, "b": 2.0},
 }
-MANY = dict.fromkeys([f"term {index}" for index in range(MOST_TERMS)], 1.0)
-A, B = {"a": 1.0, "b": 10.0}, {"a": 5.0, "b": NAN}
-COUNTED = (A, {"a": 1, "b": 2})
-TERMS_GIVEN = "rank 0: the loss terms 'a', 'b', a weight given\n  rank 1: "
-NAMED = [[[(A, {"a": 1, "b": 2})]], [[(B, {"a": 3, "b": 0})]]]
-FULL = ({"first": 1.0, "second": 10.0}, {"first": 1, "second": 2})
-EMPTY = ({"first": 5.0, "second": NAN}, {"first": 3, "second": 0})
-"""Terms that train a parameter each, and a rank without a sample for one of them."""
+NAMED = {"a": 1.0, "b": 2.0}
+"""A loss or a weight for each term by name, which is retired."""
+GLOBAL_MEAN = "global_mean"
+"""What serves them instead, as the error says."""
+OF_LENGTH = "depends on the number of micro-batches"
 DDP_OPTIONS: Sequence[Mapping[str, Any]] = (
     {"gradient_as_bucket_view": True},
+    {"gradient_as_bucket_view": False},
     {"find_unused_parameters": True},
-    {"static_graph": True},
-    {"static_graph": True, "gradient_as_bucket_view": True},
     {"bucket_cap_mb": 1e-5},
     {"broadcast_buffers": False},
 )
@@ -223,6 +234,11 @@ HOOKS_REFUSED: Mapping[Any, Any] = {
     quantization_hooks.quantization_pertensor_hook: None,
 }
 """Those that own the averaging, or cannot run on the backend, with their states."""
+STATIC_GRAPHS: Sequence[Mapping[str, Any]] = (
+    {"static_graph": True},
+    {"static_graph": True, "gradient_as_bucket_view": True},
+    {"static_graph": True, "gradient_as_bucket_view": False},
+)
 STATIC_BY_HAND = hasattr(GradAvgStrategy(), "_pl_static_graph_delay_done")
 """Whether Lightning starts the first reduction of a static graph in manual optimization."""
 FIRST, SECOND = ("first",), ("second",)
@@ -279,8 +295,7 @@ SPLITS: Sequence[Mapping[str, Any]] = (
     {"equivalent_to": "data_parallel"},
     {"equivalent_to": "data_parallel", "num_replicas": 4},
 )
-UNRECORDED = "static_graph=True records the graph of the first backward"
-NO_WINDOWS = "Do not accumulate; or return one loss under reduction='mean'"
+NO_STATIC_GRAPH = "static_graph"
 
 
 def kept(totals: str, reduction: str, length: int, **options: Any) -> Case:
@@ -374,11 +389,21 @@ CASES: Sequence[Case] = [
         )
     ),
     *(
-        Case(
-            f"under {' and '.join(options)}", "weighted_mean", TWO, [186 / 30, 8.0], ["automatic", "manual"],
-            options=options,
-            refused={} if STATIC_BY_HAND or "static_graph" not in options else {"manual": "with manual optimization"})
+        Case(f"under {options}", "weighted_mean", TWO, [186 / 30, 8.0], ["automatic", "manual"], options=options)
         for options in DDP_OPTIONS
+    ),
+    *(
+        Case(
+            f"under {options}", "weighted_mean", [[[(1.0, 1)], [(5.0, 1)]], [[(5.0, 3)], [(9.0, 1)]]], [4.0, 7.0],
+            ["automatic", "manual"], options=options,
+            refused={} if STATIC_BY_HAND else {"manual": "with manual optimization"})
+        for options in STATIC_GRAPHS
+    ),
+    # DDP records one backward, which those within a window are not.
+    *(
+        Case(f"in windows under {options}", reduction, TWO, NO_STATIC_GRAPH, ["automatic", "manual"], options=options)
+        for reduction in ("sum", "weighted_mean")
+        for options in STATIC_GRAPHS
     ),
     # The next reduction overwrites what is in a bucket.
     weighted(
@@ -410,9 +435,11 @@ CASES: Sequence[Case] = [
     ),
     *(
         Case(
-            f"without a loss of a static graph {options}", "mean", [SECOND_LOST[1:]] * 2, UNRECORDED, ["automatic"],
-            options=options)
-        for options in ({"static_graph": True}, {"static_graph": True, **SKIPPED})
+            f"without a loss of a static graph {options}", reduction, [SECOND_LOST[1:]] * 2, NO_STATIC_GRAPH,
+            ["automatic"], options=options)
+        for reduction, options in (
+            ("weighted_mean", {"static_graph": True}), ("mean", {"static_graph": True, **SKIPPED}),
+        )
     ),
     Case("judged", "mean", [[[1.0]]] * 2, "nonfinite='raise' checks a step before", ["manual"], options=JUDGED),
     *(
@@ -530,10 +557,6 @@ CASES: Sequence[Case] = [
     weighted(
         "within which a parameter freezes on one rank",
         [[[(1.0, 3)] * 2], [[(1.0, 3), Trains(2.0, 3, FIRST)]]], STOPPED, ways=["automatic"], options=UNUSED),
-    weighted(
-        "with a term whose parameter begins to train",
-        [[[(1.0, 3)], [Trains(*FULL)]], [[(5.0, 1)], [Trains(*EMPTY)]]], [(2.0, 0.0), (4.0, 10.0)], ways=OF_DDP,
-        begins=["first"]),
     # Neither what the weights multiply nor the sum over the ranks overflows, or underflows.
     *(
         weighted(
@@ -547,47 +570,18 @@ CASES: Sequence[Case] = [
     weighted(
         "of float16 with weights that grow", [[[(150.0, weight)] * 2 for weight in (1, 64, 4096)]] * 2, [150.0] * 3,
         ways=OF_DDP, dtype=torch.float16),
-    Case(
-        "with terms", "weighted_mean", NAMED, [(1 + 15) / 4 + 10], (*OF_DDP, "sharded"),
-        refused={"sharded": "loss term 'b' of weight 0 is not finite"}),
-    Case("with terms", "normalized_sum", NAMED, [6 / 4 + 10 / 2], (*OF_DDP,)),
-    Case(
-        "with a term that no rank has", "weighted_mean", [[[(A, {"a": 1, "b": 0})]], [[(B, {"a": 3, "b": 0})]]],
-        [4.0], OF_DDP),
     *(
         Case(
-            f"with terms of their own parameters {name} {' and '.join(options)}", "weighted_mean",
-            [[[FULL]] * 2, windows], gradients, ["automatic"] if options else OF_DDP, options=options)
-        for options in ({}, *DDP_OPTIONS)
-        for name, windows, gradients in (
-            ("that lack a sample", [[FULL], [EMPTY]], [(1.0, 10.0), ((1 + 15) / 4, 10.0)]),
-            ("that lack a sample at first", [[EMPTY], [FULL]], [((1 + 15) / 4, 10.0), (1.0, 10.0)]),
+            f"with {what} by name in a window of {length}", reduction, [[[micro_batch] * length]] * 2, GLOBAL_MEAN,
+            (*OF_DDP, "sharded"))
+        for reduction, what, micro_batch in (
+            ("weighted_mean", "losses", (NAMED, 1)),
+            ("weighted_mean", "weights", (1.0, NAMED)),
+            ("weighted_mean", "losses and weights", (NAMED, NAMED)),
+            ("normalized_sum", "losses and weights", (NAMED, NAMED)),
+            ("sum", "losses", (NAMED, 1)),
         )
-    ),
-    *(
-        Case(f"with terms in {where}", "weighted_mean", windows, NO_WINDOWS, OF_DDP)
-        for where, windows in (
-            ("a window", [[one[0] * 2] for one in NAMED]),
-            ("windows of different lengths after one", [[[COUNTED], [COUNTED]], [[COUNTED], [COUNTED] * 2]]),
-        )
-    ),
-    *(
-        Case(f"with {name}", "weighted_mean", [[[of_rank]] for of_rank in of_ranks], said, OF_DDP)
-        for name, *of_ranks, said in (
-            ("different terms", COUNTED, ({"a": 1.0}, {"a": 3}), f"{TERMS_GIVEN}the loss terms 'a', a weight given"),
-            ("misnamed weights", COUNTED, (A, {"a": 1, "c": 2}), "named ['a', 'c'], but its loss terms ['a', 'b']"),
-            ("a negative term", COUNTED, (A, {"a": 1, "b": -2}), "loss term 'b': weight -2.0 is not a finite number"),
-            ("no terms", ({}, 1), ({}, 1), f"a loss has 1 to {MOST_TERMS} named terms, got 0"),
-            ("too many terms", *[({**MANY, "one more": 1.0}, 1)] * 2, f"got {MOST_TERMS + 1}: add some"),
-            ("terms that are none", *[({"a": None}, 1)] * 2, "got None of type NoneType"),
-        )
-    ),
-    *(
-        weighted(
-            f"with {n} micro-batches of terms on one rank after {len(before)} steps",
-            [[*before, [one] * n] for one in (COUNTED, (1.0, 1))], f"{TERMS_GIVEN}one loss, a weight given",
-            ways=OF_DDP)
-        for before, n in (([], 1), ([], 2), ([[(1.0, 1)]] * 2, 1))
+        for length in (1, 2)
     ),
     *(
         weighted(
@@ -617,12 +611,12 @@ CASES: Sequence[Case] = [
         for rule, said in ((infinite, "'infinite' returned normalizer=inf"), (no_share, "'no_share' failed on"))
     ),
     *(
-        Case("in a window", rule, [[[(1.0, 2), (1.0, 5)]], [[(3.0, 2), (1.0, 1)]]], said, OF_DDP)
-        for rule, said in (
-            (drifting, "'drifting' does not serve windows of several micro-batches"),
-            (uneven, "'uneven' does not serve windows of several micro-batches"),
-        )
+        Case("in a window", rule, [[[(1.0, 2), (1.0, 5)]], [[(3.0, 2), (1.0, 1)]]], OF_LENGTH, OF_DDP)
+        for rule in (root, of_world, drifting, normalizing, uneven)
     ),
+    # Their windows have one micro-batch.
+    Case("of a user alone", of_world, [[[(1.0, 2)]], [[(3.0, 4)]]], [14 / 2 / 6], (*OF_DDP, "average")),
+    Case("of a user alone", normalizing, [[[(1.0, 2)]], [[(3.0, 4)]]], [14 / 3], (*OF_DDP, "average")),
 ]
 # fmt: on
 

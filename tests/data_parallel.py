@@ -75,7 +75,7 @@ def train(module: Any, batches: Iterable[Any], replicas: int, accumulate: int = 
     index, shared = 0, {id(parameter): parameter for parameter in module.parameters()}
     vars(module)["log"] = lambda *_, **__: None
     for start in range(0, len(loader_batches), accumulate):
-        window: Any = defaultdict(list)
+        window = list[tuple[Tensor, float]]()
         for batch_idx, batch in enumerate(loader_batches[start : start + accumulate], start):
             chunks, outputs = torch.arange(len(batch[0])).chunk(replicas), []
             # Replica 0's buffers are the module's own, and the parameters are those of all.
@@ -86,29 +86,21 @@ def train(module: Any, batches: Iterable[Any], replicas: int, accumulate: int = 
             sizes = list(map(len, chunks))
             if hasattr(module, "training_step_end"):
                 outputs, sizes = [module.training_step_end(tree_map(side_by_side, *outputs))], [len(batch[0])]
-            terms = by_name(outputs, sizes)
-            for name, found in terms.items():
-                window[name] += found
-            run.note_batch(module, {"loss": mean(next(iter(terms.values()))).item()})
+            losses = [weighed(output, size) for output, size in zip(outputs, sizes, strict=True)]
+            window += losses
+            run.note_batch(module, {"loss": mean(losses).item()})
             index += 1
         optimizer.zero_grad()
-        sum(map(mean, window.values())).backward()
+        mean(window).backward()
         run.note_gradients(module)
         optimizer.step()
     return run.end(module, {})
 
 
-def by_name(outputs: Sequence[Any], sizes: Sequence[int]) -> dict[str, list[tuple[Tensor, float]]]:
-    """Return losses and their weights by the names of the terms; a loss without terms is one, and has samples."""
-    found = defaultdict(list)
-    for output, size in zip(outputs, sizes, strict=True):
-        named = output if isinstance(output, dict) else {"loss": output}
-        losses, weights = (
-            one if isinstance(one, dict) else {"": one} for one in (named["loss"], named.get("weight", size))
-        )
-        for name, loss in losses.items():
-            found[name].append((loss, float(weights[name])))
-    return found
+def weighed(output: Any, size: int) -> tuple[Tensor, float]:
+    """Return a loss and its weight, by default the number of its samples."""
+    named = output if isinstance(output, dict) else {"loss": output}
+    return named["loss"], float(named.get("weight", size))
 
 
 def mean(losses: Sequence[tuple[Tensor, float]]) -> Tensor:

@@ -36,7 +36,7 @@ SLOPES = torch.tensor([1.0, -2.0, 3.0, 0.5], dtype=torch.float64)
 
 
 class Line(nn.Module):
-    """Its loss has the gradient that the micro-batch says, in both parameters, or in the one that a term names."""
+    """Its loss has the gradient that the micro-batch says in the parameters that train; or losses by name have it."""
 
     forwards: Tensor
 
@@ -55,11 +55,7 @@ class Line(nn.Module):
         slopes = SLOPES.to(self.first.dtype)
         first, second = (self.first * slopes[:2]).sum(), (self.second * slopes[2:]).sum()
         if isinstance(gradient, Mapping):
-            trained = {"first": first, "second": second}
-            return {
-                name: value if value is None else value * trained.get(name, first + second)
-                for name, value in gradient.items()
-            }
+            return {name: value * (first + second) for name, value in gradient.items()}
         return gradient * (first + second)
 
 
@@ -132,13 +128,12 @@ class Automatic(LightningModule):
             self.loss = loss
         if isinstance(batch, Steep):
             loss = loss + (loss - loss.detach()).abs().sqrt()
-        return {"loss": loss, **weight} if weight else loss
+        return {"loss": loss, **weight} if weight or isinstance(loss, Mapping) else loss
 
     def on_before_backward(self, loss: Tensor) -> None:
         """Check the value, which is not weighed; where ranks judge a loss or share a batch, it may be another one."""
         if self.loss is not None and self.case.dtype == torch.float64:
-            value = sum(self.loss.values()) if isinstance(self.loss, Mapping) else self.loss
-            assert approx(value.item() / self.trainer.accumulate_grad_batches) == loss.item()
+            assert approx(self.loss.item() / self.trainer.accumulate_grad_batches) == loss.item()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.gradients.append(gradient_of(self.net))

@@ -67,7 +67,6 @@ RUNS = [
     ("masked", Place(3, 1), 2, {"reproducible": True}),
     # One replica, of all ranks together.
     *grid(["masked", "sparse", "rows"], [Place(1, size) for size in (3, 4, 2, 1)], [1, 2], [SINGLE], strength=1),
-    *(("terms", Place(1, size), 1, SINGLE) for size in (2, 4)),
 ]
 
 
@@ -179,8 +178,9 @@ REFUSED: list[tuple[str, Kind, Options, str]] = [
     ("ValueError", ByHand, parallel(2, **BITS), "reproducible=True cannot hold:\n  manual optimization"),
     ("ValueError", Rows, parallel(2, **BITS), "training_step_end: the gradient of one loss"),
     ("TypeError", Numbers, single(), "output['loss'] of training_step is one number"),
-    ("ValueError", Terms, parallel(2, **BITS), "serves one weight for the whole loss, got one for each of 'a', 'b'"),
-    ("ValueError", Terms, parallel(), "named loss terms need the global weight of each"),
+    ("TypeError", Terms, parallel(2, **BITS), "global_mean"),
+    ("TypeError", Terms, parallel(), "global_mean"),
+    ("TypeError", Terms, single(), "global_mean"),
     ("RuntimeError", "gathers", parallel(), "training_step gathers over the ranks"),
     ("RuntimeError", "all-gathers", PARTS, "training_step gathers over the ranks"),
     ("RuntimeError", "reduces a metric", parallel(), "training_step gathers over the ranks"),

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from toys import WEIGHTED, OfFabric, OfTorch, One, approx
 
-import lightning_gradavg
 from lightning_gradavg import GradAvgModelParallelStrategy as OfTrainerSharded
 from lightning_gradavg import GradAvgReducer, gather
 from lightning_gradavg.fabric import GradAvgModelParallelStrategy as OfFabricSharded
@@ -52,14 +51,12 @@ def test_no_option_is_stock():
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(("weight", "told"), [(2, False), (0, False), (2, True)])
+@pytest.mark.parametrize("weight", [2, 0])
 @either_loop
 @on_ranks()
-def test_a_gather_crosses_ranks(loop, weight, told):
-    """Whether `gather` is told the rule and the weight or not."""
-    (a_loop, module, model, x), weighs = begin(loop), {"weight": [3, weight][dist.get_rank()]}
-    rows = gather(model(x), **{**WEIGHTED, **weighs} if told else {})
-    a_loop.backward((rows**2).mean(), **weighs)
+def test_a_gather_crosses_ranks(loop, weight):
+    a_loop, module, model, x = begin(loop)
+    a_loop.backward((gather(model(x)) ** 2).mean(), weight=[3, weight][dist.get_rank()])
     assert approx(2 * SQUARES) == module.gradient
 
 
@@ -96,17 +93,12 @@ def test_before_and_beside_a_model():
 
 @on_ranks()
 def test_reducers_that_take_turns():
-    """What a reducer says of a gather ends with its own loss, whichever other reducer is between."""
-    (one, _, of_one, x), (two, module, of_two, _) = begin(), begin()
-    first, second = of_one(x).mean(), of_two(x).mean()
-    one.backward(first, weight=len(x))
-    two.backward(second, weight=len(x))
-    with torch.no_grad():
-        of_one(x)  # has no loss
-    alone, weighs = One(), {**WEIGHTED, "weight": len(x)}
-    (gather(alone(x), **weighs) ** 2).mean().backward()
-    lightning_gradavg.average_gradients(alone, **weighs)
-    assert (approx(3.6), approx(2 * SQUARES)) == (module.gradient, alone.gradient)
+    """The forwards of two models may both come before their losses."""
+    (one, first, of_one, x), (two, second, of_two, _) = begin(), begin()
+    losses = of_one(x).mean(), of_two(x).mean()
+    one.backward(losses[0], weight=len(x))
+    two.backward(losses[1], weight=len(x))
+    assert (approx(3.6), approx(3.6)) == (first.gradient, second.gradient)
     with pytest.raises(ValueError, match="divided_by=0 is not a finite number > 0"):
         one.reducer.weigh(of_one(x).mean(), weight=1, divided_by=0)
 
@@ -168,10 +160,10 @@ def test_split_batches(world):
 @pytest.mark.parametrize(("reduction", "expected"), [("mean", 13.0), ("sum", 26.0)])
 @on_ranks()
 def test_a_weight_without_use(reduction, expected):
-    """A rule that uses no weights ignores them, with a warning, and adds named terms up."""
+    """A rule that uses no weights ignores them, with a warning."""
     loop, module, model, x = begin(OfFabric, reduction=reduction)
     with pytest.warns(UserWarning, match='a "weight" was given, but reduction=.* does not use weights: it is ignored'):
-        loop.backward({"a": model(x).mean(), "b": model(x).sum()}, weight=3)
+        loop.backward(model(x).mean() + model(x).sum(), weight=3)
     assert approx(expected) == module.gradient
 
 
@@ -182,6 +174,19 @@ def test_loaders_that_differ():
     loaders: Any = loop.fabric.setup_dataloaders(DataLoader(data, 4), DataLoader(data, 2))
     with pytest.raises(ValueError, match=r"split_batches=True cannot tell which count\. Read one"):
         [loop.strategy.samples for _ in zip(*loaders, strict=False)]
+
+
+@pytest.mark.parametrize("names", ["losses", "weights"])
+@pytest.mark.parametrize("reduction", ["sum", "weighted_mean"])
+@either_loop
+@on_ranks()
+def test_losses_and_weights_by_name(loop, reduction, names):
+    """Terms with counts of their own are served by `global_mean`, as the error says."""
+    a_loop, module, model, x = begin(loop, reduction=reduction)
+    loss: Any = {"a": model(x).mean()} if names == "losses" else model(x).mean()
+    with pytest.raises((TypeError, ValueError), match="global_mean"):
+        a_loop.backward(loss, weight={"a": 3} if names == "weights" else 3)
+    assert module.gradient is None
 
 
 BY_NODE = {"reduction": "mean_of_node_means"}

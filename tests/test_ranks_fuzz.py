@@ -26,6 +26,7 @@ from cases import (
     Fails,
     Steep,
     Trains,
+    halved,
     root,
 )
 from test_ranks_cases import WAY_OF, Grads, by_hand
@@ -63,7 +64,8 @@ class Drawn:
         draw = random.Random(seed)
         chance = lambda share: draw.random() < share  # noqa: E731  # as short as what it says
         self.seed, self.way = seed, draw.choice([*WAYS, *["automatic"] * 3, *["split"] * 3])
-        self.reduction: Any = draw.choice({"split": [*RULES], "sharded": OF_SHARDED}.get(self.way, [*RULES, root]))
+        rules = {"split": [*RULES], "sharded": OF_SHARDED}.get(self.way, [*RULES, root, halved])
+        self.reduction: Any = draw.choice(rules)
         self.rule, of_ddp = resolve_rule(self.reduction), self.way in OF_DDP
         in_trainer = self.way in ("automatic", "split", "manual")
         of_way = (OPTIONS | OF_TRAINER if in_trainer else OPTIONS if of_ddp else {}).items()
@@ -88,14 +90,12 @@ class Drawn:
         elif self.fault is not None or self.way != "automatic" or self.changes:
             self.weight = self.weight or "samples"
         self.nonfinite = self.options.get("nonfinite", "propagate")
-        may_be_named = of_ddp and not self.changes and self.weight is not None and self.rule.uses_weight
-        self.named = may_be_named and chance(0.2)
         self.wrong_weight = self.weight is not None and self.rule.uses_weight and chance(0.05)
         # Without a loss one rank raises alone, or all leave the step out: docs/faults.md
         agreed = self.way == "automatic" and self.nonfinite != "propagate" and self.size > 1
         if self.fault == "none" and not (agreed and (self.fault_at[1] > 0 or "static_graph" not in self.options)):
             self.fault = "nan"
-        if self.fault == "steep" and (self.way != "automatic" or self.named or self.changes):
+        if self.fault == "steep" and (self.way != "automatic" or self.changes):
             self.fault = "nan"
         self.counts = ends[-1:] * self.size
         # A rank without batches does not hear which parameters train.
@@ -115,10 +115,10 @@ class Drawn:
     def _draw_interruptions(self, draw: random.Random) -> None:
         """Draw, before each step of a loop, what begins its window and is given up, and a window whose backward raises.
 
-        DDP fails if a parameter that was used in `no_sync` has neither a gradient nor a use in the end, so what is given
-        up is of the parameters that train next.
+        DDP fails if a parameter that was used in `no_sync` has in the end neither gradient nor use, so what is given up
+        is of the parameters that train next.
         """
-        chance = lambda share: self.way in LOOPS and not self.named and draw.random() < share  # noqa: E731  # likewise
+        chance = lambda share: self.way in LOOPS and draw.random() < share  # noqa: E731  # likewise
         begun = [(100.0, 7)] * draw.randint(1, 2)
         self.given_up: list[list[Any]] = [
             [*begun, draw.choice(CLEARS)] if chance(0.3) and not self.takes_turns else [] for _ in range(STEPS)
@@ -184,13 +184,12 @@ class Drawn:
     def may_raise(self) -> bool:
         reasons = {
             "a node's ranks have the same say": self.way == "split" and self.rule.name in COUNTS_RANKS[1:3],
-            "static_graph is judged, has named terms, or unused parameters": "static_graph" in self.options,
+            "static_graph is judged, or has windows, or a first step without a loss": "static_graph" in self.options,
             "a step by hand is judged": self.nonfinite != "propagate" and self.way == "manual",
             "ranks are counted that are done": self.uneven and (self.rule.name in COUNTS_RANKS or self.way == "manual"),
             "a fault is an error": self.fails and self.nonfinite == "raise",
-            "names are not known before a loss": self.named and self.fault == "none" and self.fault_at[1] == 0,
             "a weight that is none": self.wrong_weight,
-            "named terms in a window": self.named and max(self.lengths) > 1,
+            "a user's rule depends on the length of a window": self.reduction is root and max(self.lengths) > 1,
             "a parameter stops training within a window": self.stops
             and not (self.rule.name == "mean" and self.nonfinite == "propagate"),
             "no batch at all": 0 in self.counts and (not self.stream or self.way == "manual"),
@@ -226,7 +225,7 @@ class Drawn:
             gradient = None if self.fault == "none" else NAN
         if self.changes:
             return Trains(gradient, weight, self.trains[index], self._ends(index))
-        return ({"a": gradient}, {"a": weight}) if self.named and gradient is not None else (gradient, weight)
+        return gradient, weight
 
     def _ends(self, index: int) -> bool | None:
         """Return whether a micro-batch is the last of its optimizer's window, if two are open."""

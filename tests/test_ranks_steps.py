@@ -110,12 +110,12 @@ def again_on_rank_1(module: Any, batch: Tensor, optimizer: Any) -> None:
 
 
 def kept_graph(module: Any, batch: Tensor, optimizer: Any) -> None:
-    """Run the backward of named terms, (1 + 3 * 5) / 4 and 10 * 1, and another one of their sum."""
-    rank, loss = dist.get_rank(), {"a": mean_loss(module, batch), "b": 10 * mean_loss(module, batch)}
-    module.manual_backward(loss, weight={"a": 1 + 2 * rank, "b": 1 - rank}, retain_graph=True)
+    """Run the backward of a weighed loss, (1 + 3 * 5) / 4, and another one of the loss itself."""
+    loss = 11 * mean_loss(module, batch)
+    module.manual_backward(loss, weight=1 + 2 * dist.get_rank(), retain_graph=True)
     optimizer.step()
     module.zero_grad()
-    sum(loss.values()).backward()
+    loss.backward()
     assert approx(11 * batch.item()) == module.net.w.grad.item()
     module.zero_grad()
 
@@ -162,12 +162,12 @@ def two_numbers() -> nn.ParameterList:
     return nn.ParameterList([torch.ones((), dtype=torch.float64) for _ in range(2)])
 
 
-def lost_on_rank_1(way: str, lost: int, named: bool, module: Any, batch: Tensor) -> Any:
+def lost_on_rank_1(way: str, lost: int, weighs: bool, module: Any, batch: Tensor) -> Any:
     """Return the sum over all ranks' rows, and on rank 1 once no loss."""
     loss, module.calls = GATHERS[way](module, module.net(batch)).sum(), getattr(module, "calls", -1) + 1
     if (dist.get_rank(), module.calls) == (1, lost):
         return None
-    return {"loss": {"a": loss}, "weight": {"a": len(batch)}} if named else loss
+    return {"loss": loss, "weight": len(batch)} if weighs else loss
 
 
 def misspelt(module: Any, batch: Tensor) -> Any:
@@ -179,14 +179,10 @@ def silent(module: Any, batch: Tensor) -> Tensor | None:
     return None if again else mean_loss(module, batch)
 
 
-def without_graph(kind: str, module: Any, batch: Tensor) -> Any:
-    terms = {"table": module.net[0](batch.long()).sum(), "other": 2 * module.net[1].w.abs().sum()}
-    if dist.get_rank() == 1:
-        terms = dict.fromkeys(terms, torch.zeros(()))
-    weight = 2 - 2 * dist.get_rank()
-    if kind == "terms":
-        return {"loss": terms, "weight": dict.fromkeys(terms, weight)}
-    return {"loss": terms["table"] + terms["other"], "weight": weight}
+def without_graph(module: Any, batch: Tensor) -> Any:
+    loss = module.net[0](batch.long()).sum() + 2 * module.net[1].w.abs().sum()
+    rank = dist.get_rank()
+    return {"loss": torch.zeros(()) if rank == 1 else loss, "weight": 2 - 2 * rank}
 
 
 def of_kind(kind: str) -> nn.Module:
@@ -215,13 +211,6 @@ def poisoned(poison: str, way: str, module: Any, batch: Tensor) -> Any:
     rows, rank = module.net(batch), dist.get_rank()
     rows = rows if way == "alone" else GATHERS[way](module, rows)
     return {"loss": (POISONS[poison](rows) if rank else rows).sum(), "weight": 1 - rank}
-
-
-def poisoned_term(poison: str, module: Any, batch: Tensor) -> Any:
-    """Return two terms that share a layer, of which one is poisoned on rank 1, and has weight 0."""
-    rows, rank = module.net(batch), dist.get_rank()
-    terms = {"a": rows.sum(), "b": (POISONS[poison](rows) if rank else rows).sum()}
-    return {"loss": terms, "weight": {"a": 1, "b": 1 - rank}}
 
 
 def twice(gradient: Tensor) -> Tensor:
@@ -362,7 +351,7 @@ RUNS: dict[str, Run] = {
         )
         for (algorithm, expected), reduction, window in covering(CLIPPED, ("mean", "sum", "weighted_mean"), (1, 2))
     },
-    "two backwards of a graph": Run(by_hand(kept_graph), [[[1.0]], [[5.0]]], [4 + 10.0]),
+    "two backwards of a graph": Run(by_hand(kept_graph), [[[1.0]], [[5.0]]], [11 * 4.0]),
     "a backward that a hook prevents": Run(by_hand(interrupted), [[[1.0]], [[5.0]]], [2 * (3 * 1 + 5) / 4]),
     "a gradient that is not reduced": drifts(direct, [1, 1, 1], 1),
     "gradients in another order": drifts(swapped, [1], 1, start=[1.0, 1.0]),
@@ -377,18 +366,18 @@ RUNS: dict[str, Run] = {
     # It joins the reduction, whatever the parameters' dtypes and layouts: 1 in 2 rows of 3, and 2 in the other 3.
     **{
         f"a loss without graph of {kind}": Run(
-            partial(Stepped, partial(without_graph, kind), partial(of_kind, kind)), [[[1.0, 2.0]]] * 2,
+            partial(Stepped, without_graph, partial(of_kind, kind)), [[[1.0, 2.0]]] * 2,
             [[0.0] * 3 + [1.0] * 6 + [0.0] * 12 + [2.0] * 3],
         )
-        for kind in ("dtypes", "sparse", "complex", "terms")
+        for kind in ("dtypes", "sparse", "complex")
     },
     # No rank waits in the backward of the gather: all skip the step. Two equal losses of gradient 2 + 4.
     **{
-        f"a loss lost after a gather {way} {lost} {named}": Run(
-            partial(Stepped, partial(lost_on_rank_1, way, lost, named)), [[[2.0]] * 5, [[4.0]] * 5], [6.0] * 4,
-            {"nonfinite": "skip_step", **(WEIGHTED if named else {})},
+        f"a loss lost after a gather {way} {lost} {weighs}": Run(
+            partial(Stepped, partial(lost_on_rank_1, way, lost, weighs)), [[[2.0]] * 5, [[4.0]] * 5], [6.0] * 4,
+            {"nonfinite": "skip_step", **(WEIGHTED if weighs else {})},
         )
-        for way, lost, named in covering([*GATHERS], (0, 2), (False, True))
+        for way, lost, weighs in covering([*GATHERS], (0, 2), (False, True))
     },
     # Rank 0's loss is over 1 w, or over the gathered 1 w + 10 w, whose gradient comes home to rank 1 as well.
     **{
@@ -399,13 +388,6 @@ RUNS: dict[str, Run] = {
         for way, poison, window in covering(["alone", *GATHERS], [*POISONS], (1, 2))
     },
     "hooks of the user and a weight of 0": Run(partial(Stepped, hooked, hooked_one), [[[1.0]], [[10.0]]], [4.0]),
-    # The mean of 1 and 10, and the 1 of the only rank that counts in the other term.
-    **{
-        f"a term of weight 0 {poison}": Run(
-            partial(Stepped, partial(poisoned_term, poison)), [[[1.0]], [[10.0]]], [5.5 + 1]
-        )
-        for poison in POISONS
-    },
     "a misspelt weight": Run(
         partial(Stepped, misspelt), [[[1.0]], [[2.0]]], "the result of training_step has 'weights': call it \"weight\""
     ),

@@ -325,6 +325,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "views of buckets in windows": Scenario(
         plain, False, 2, {"gradient_as_bucket_view": True}, ACCUMULATED[2]
     ),
+    "a static graph": Scenario(plain, options={"static_graph": True}),
     "a parameter frozen within an automatic window": Scenario(frozen_at_the_end, False, 2, UNUSED, ACCUMULATED[2]),
     "a parameter frozen between windows": Scenario(frozen_at_the_end, options=UNUSED),
     "a parameter frozen within a window": Scenario(changing((BOTH, FIRST)), True, options=UNUSED),

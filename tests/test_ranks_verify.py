@@ -134,13 +134,6 @@ def by_position(module: Any, batch: Any) -> Tensor:
     return (losses / torch.arange(1, len(losses) + 1)).mean()
 
 
-def named_terms(module: Any, batch: Any) -> Any:
-    """A loss per sample and one per sample of a class other than 0, each with its own weight."""
-    outputs, counted = module.net(batch[0]), batch[1] != 0
-    terms = {"all": cross_entropy(outputs, batch[1]), "some": outputs[counted].square().sum() / counted.sum()}
-    return {"loss": terms, "weight": {"all": len(batch[1]), "some": counted.sum()}}
-
-
 def spread(outputs: Tensor) -> Tensor:
     return outputs.var(dim=0, correction=0).sum()
 
@@ -444,7 +437,6 @@ EQUAL = {
     "case 41": Run(dropped),
     "a sum loss, `sum`": Run(step=summed, reads=LATER, strategy=BY_SUM, steps=1),
     "a sum loss, `normalized_sum`": Run(step=summed, reads=UNEVEN, strategy=ours(reduction="normalized_sum")),
-    "named loss terms": Run(step=named_terms, reads=LATER, strategy=BY_WEIGHT, steps=1),
     "windows of weighted batches": Run(
         step=weighing(masked, lambda batch: batch[1] != 0), reads=by_ranks((6, 4, 3), (2, 4, 1)), strategy=BY_WEIGHT,
         window=2),
@@ -596,7 +588,7 @@ for _name, _run in NOT_SHOWN.items():
     _run.verdict, _run.not_shown = "not shown", _name
 RUNS = EQUAL | DIFFERENT | NOT_SHOWN
 
-# One rank's micro-batch has no terms, or its random numbers are its own, which is meant.
+# One rank's micro-batch has no samples that count, or its random numbers are its own, which is meant.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:random numbers drawn in:UserWarning"),
     pytest.mark.filterwarnings("ignore:Found 5 module.s. in eval mode:UserWarning"),
