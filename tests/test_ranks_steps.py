@@ -385,7 +385,7 @@ RUNS: dict[str, Run] = {
             partial(Stepped, partial(poisoned, poison, way)), [[[1.0]] * 2, [[10.0]] * 2],
             [1.0 if way == "alone" else 11.0] * (2 // window), options={"accumulate_grad_batches": window},
         )
-        for way, poison, window in covering(["alone", *GATHERS], [*POISONS], (1, 2))
+        for way, poison, window in covering(["alone", "lightning_gradavg"], [*POISONS], (1, 2))
     },
     "hooks of the user and a weight of 0": Run(partial(Stepped, hooked, hooked_one), [[[1.0]], [[10.0]]], [4.0]),
     "a misspelt weight": Run(

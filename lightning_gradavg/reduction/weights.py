@@ -103,6 +103,8 @@ class Weights:
         is_given = weight is not None
         absent = samples == 0
         if not self._rule.uses_weight:
+            if isinstance(weight, Mapping):
+                as_weight(weight)  # raises
             if is_given:
                 self._warn(
                     f'a "weight" was given, but reduction={self._rule.name!r} does not use weights: it is ignored.'
