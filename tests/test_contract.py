@@ -99,7 +99,7 @@ def test_the_logged_hyperparameters(world):
         (package.GradAvgReducer.register, "(self, model, *, node=None)"),
         (package.GradAvgReducer.weigh, "(self, loss, *, weight=None, divided_by=None, samples=None)"),
         (package.average_gradients, "(module_or_parameters, *, reduction='mean', weight=None, group=None)"),
-        (package.gather, "(tensors, *, reduction='mean', weight=None, group=None)"),
+        (package.gather, "(tensors, *, group=None)"),
         (package.split_batches, "(loader, *, group=None)"),
         (package.verify, f"(module, data=None, *, {OPTIONS_OF_VERIFY}, **trainer_options)"),
     ],

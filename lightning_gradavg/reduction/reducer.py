@@ -17,7 +17,6 @@ from lightning_gradavg.lightning_internals import after_backward
 from lightning_gradavg.place import Place, places_on_nodes
 from lightning_gradavg.ranks import Contribution, World
 from lightning_gradavg.reduction.average import needs_weight
-from lightning_gradavg.reduction.gather import WITHIN
 from lightning_gradavg.reduction.weights import WeighedLoss, Weights
 from lightning_gradavg.reduction.window import Accumulation
 from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule
@@ -43,8 +42,6 @@ class GradAvgReducer:
     ends with the next backward outside of it. Don't divide the loss by the window's length. Each backward runs one
     weighed loss. A backward that raises discards its window, and keeps earlier gradients. Under the plain mean losses
     stay as they are, as with stock DDP, which you divide by the window's length.
-
-    From the forward until `weigh`, `lightning_gradavg.gather` knows the rule.
 
     Args:
         reduction: A key of `lightning_gradavg.rules.RULES`, or a function `(place, weight) -> Share`, pure and the same
@@ -122,7 +119,6 @@ class GradAvgReducer:
     def _on_forward(self, model: Any, *_: Any) -> None:
         if torch.is_grad_enabled():
             self._models[model] = getattr(model, "require_backward_grad_sync", True)
-            WITHIN.set("")
 
     def weigh(
         self,
@@ -154,7 +150,6 @@ class GradAvgReducer:
             raise ValueError(
                 f"divided_by={divided_by!r} is not a finite number > 0: pass what the trainer divides each loss by"
             )
-        WITHIN.set(None)  # forwards and losses may take turns, in other contexts
         unknown = weight is None and samples is None
         problem = needs_weight(self._rule) if unknown else None
         terms, micro_batch = self._weights.read(loss, weight, None, samples, problem)
