@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from toys import AWARE, Recorded, approx, flat, train
 
-from lightning_gradavg import average_gradients, gather
+from lightning_gradavg import average_gradients, gather, global_mean
 from lightning_gradavg.rules import RULES
 from lightning_gradavg.stand_in import uncounted
 
@@ -366,6 +366,7 @@ def test_average_gradients_by_hand():
     ways: list[tuple[Callable[[Tensor], Tensor], dict[str, Any], float]] = [
         (lambda loss: loss, {"reduction": "weighted_mean", "weight": count}, 26.4),
         (lambda loss: loss * count / 5, {"reduction": "sum"}, 25.92),
+        (lambda loss: global_mean(loss * count, count), {"reduction": "mean"}, 25.92),
     ]
     for weigh, rule, expected in ways:
         w = torch.ones((), dtype=torch.float64, requires_grad=True)

@@ -269,7 +269,7 @@ def _within_a_piece() -> bool:
 
 
 _APART = (
-    "training_step gathers over the ranks, but with num_replicas above the number of ranks, or max_device_batch_size,"
-    " they run it different numbers of times, one piece after another. Use as many processes as replicas, and no"
-    " max_device_batch_size"
+    "training_step exchanges values with the other ranks (gather, global_mean, all_gather or a metric), but with"
+    " num_replicas above the number of ranks, or max_device_batch_size, they run it different numbers of times, one"
+    " piece after another. Use as many processes as replicas, and no max_device_batch_size"
 )
