@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, smooth_l1_loss
 from torch.utils.data import DataLoader
 
-from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg import GradAvgStrategy, global_mean
 
 EPOCHS = 3
 QUIET: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
@@ -26,15 +26,17 @@ class Detector(LightningModule):
         torch.manual_seed(0)
         self.body, self.classify, self.locate = nn.Linear(8, 16), nn.Linear(16, 3), nn.Linear(16, 4)
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, dict[str, Any]]:
+    def sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
         images, classes, boxes, image_of_box = batch
         features = self.body(images).tanh()
-        # A sum over max(n, 1): the mean over no box would be NaN.
-        box = smooth_l1_loss(self.locate(features[image_of_box]), boxes, reduction="sum") / max(len(boxes), 1)
-        return {
-            "loss": {"class": cross_entropy(self.classify(features), classes), "box": box},
-            "weight": {"class": len(images), "box": len(boxes)},  # each term is divided by its own count of all ranks
-        }
+        of_classes = cross_entropy(self.classify(features), classes, reduction="sum")
+        return of_classes, smooth_l1_loss(self.locate(features[image_of_box]), boxes, reduction="sum")
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        _, classes, boxes, _ = batch
+        # Each term is divided by its own count over all ranks, of which some may have no box.
+        by_class, by_box = global_mean(self.sums(batch), (len(classes), len(boxes)))
+        return {"loss": by_class + by_box, "weight": 1}  # of every rank, whatever its part of the batch
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -55,16 +57,18 @@ def on_one_process() -> Detector:
     model = Detector()
     optimizer: torch.optim.Optimizer = model.configure_optimizers()
     for _ in range(EPOCHS):
-        for index, batch in enumerate(model.train_dataloader()):
+        for batch in model.train_dataloader():
+            _, classes, boxes, _ = batch
+            of_classes, of_boxes = model.sums(batch)
             optimizer.zero_grad()
-            sum(model.training_step(batch, index)["loss"].values()).backward()
+            (of_classes / len(classes) + of_boxes / len(boxes)).backward()
             optimizer.step()
     return model
 
 
 def main() -> None:
     model = Detector()
-    strategy = GradAvgStrategy(reduction="weighted_mean", split_batches=True)
+    strategy = GradAvgStrategy(split_batches=True)
     trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=EPOCHS, **QUIET)
     trainer.fit(model)
     if trainer.is_global_zero:

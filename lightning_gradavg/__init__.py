@@ -9,6 +9,7 @@ from lightning_gradavg.monitor import GradAvgMonitor
 from lightning_gradavg.place import Place
 from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.reduction.gather import gather
+from lightning_gradavg.reduction.global_mean import global_mean
 from lightning_gradavg.reduction.reducer import GradAvgReducer
 from lightning_gradavg.rules import Share
 from lightning_gradavg.sharded import GradAvgModelParallelStrategy
@@ -24,6 +25,7 @@ __all__ = [
     "Share",
     "average_gradients",
     "gather",
+    "global_mean",
     "split_batches",
     "verify",
 ]

@@ -21,6 +21,7 @@ __all__ = ["Agreed", "Contribution", "World", "by_value", "digest", "on_ranks", 
 
 _EXACT = 2**53  # integers below are float64
 _RANKS_SHOWN = 8
+_NUMBERS = 13  # of a contribution, that travel with its head: the rows of all calls have one length
 _SETTLE_SECONDS = 0.1  # a thread needs microseconds; on a crowded machine its turn
 
 
@@ -49,6 +50,7 @@ class Contribution(NamedTuple):
         weight: The weight of its loss.
         node: Its node; 0 where nobody counts nodes.
         tensors: Its tensors, which no other rank reads, by what messages call them.
+        numbers: Numbers that may differ, as many on all ranks where `equal` is.
     """
 
     equal: Sequence[str] = ()
@@ -56,6 +58,7 @@ class Contribution(NamedTuple):
     weight: float = 1.0
     node: int = 0
     tensors: Mapping[str, torch.Tensor] = MappingProxyType({})
+    numbers: Sequence[float] = ()
 
 
 class Agreed(NamedTuple):
@@ -64,6 +67,7 @@ class Agreed(NamedTuple):
     nodes: list[int]
     weights: list[float]
     details: Sequence[Sequence[int]]
+    numbers: Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class World:
 
         If `contribute` raises on any rank, or what must be equal differs, all ranks raise one error with a refusal.
         """
-        mine, error, row = Contribution(), None, [True, 0.0, 0.0, 0.0, 0.0]
+        mine, error, row = Contribution(), None, [True, 0.0, 0.0, 0.0, 0.0, *_padded(())]
         try:
             mine = contribute()
             row = [
@@ -122,10 +126,11 @@ class World:
                 *(digest(repr(each)) % _EXACT for each in (mine.equal, mine.details)),
                 mine.node,
                 mine.weight,
+                *_padded(mine.numbers[:_NUMBERS]),
             ]
         except Exception as failure:  # noqa: BLE001  # the other ranks wait for this one
             error = failure
-        failed, calls, details, nodes, weights = map(list, zip(*self.gather_floats(row), strict=True))
+        failed, calls, details, nodes, weights, *columns = map(list, zip(*self.gather_floats(row), strict=True))
         if any(failed):
             texts = ranks_by_value(self.gather_objects(error and _text(error))).items()
             told = "; ".join(f"{on_ranks(ranks)}: {text}" for text, ranks in texts if text is not None)
@@ -135,7 +140,12 @@ class World:
             first = next(of_ranks for of_ranks in lines if len(set(of_ranks)) > 1)
             raise error_type(f"{refusal}: {by_value(first)}. Pass the same, in the same order, on all ranks.")
         of_ranks = [mine.details] * self.size if len(set(details)) == 1 else self.gather_integers(mine.details)
-        return mine, Agreed([int(node) for node in nodes], weights, of_ranks)
+        count = len(mine.numbers)
+        numbers = [list(of_rank[:count]) for of_rank in zip(*columns, strict=True)]
+        if count > _NUMBERS:  # on all ranks, as they agree
+            more = self.gather_floats(mine.numbers[_NUMBERS:])
+            numbers = [[*first, *rest] for first, rest in zip(numbers, more, strict=True)]
+        return mine, Agreed([int(node) for node in nodes], weights, of_ranks, numbers)
 
     def from_first(self, value: Any) -> Any:
         """Return rank 0's value on every rank."""
@@ -162,6 +172,10 @@ class World:
         rows = mine.new_empty(self.size, len(row))
         dist.all_gather(list(rows.unbind()), mine, group=self.group)
         return rows.tolist()
+
+
+def _padded(numbers: Sequence[float]) -> list[float]:
+    return [*numbers, *[0.0] * (_NUMBERS - len(numbers))]
 
 
 def ranks_by_value(values: Iterable[object]) -> dict[object, list[int]]:

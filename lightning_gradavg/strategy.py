@@ -40,7 +40,7 @@ from lightning_gradavg.ranks import World
 from lightning_gradavg.rates.part import Rates
 from lightning_gradavg.rates.scaling import ScaleFunction
 from lightning_gradavg.reduction.comm_hook import CommHook
-from lightning_gradavg.reduction.gather import require_allowed
+from lightning_gradavg.reduction.gather import require_gather_allowed
 from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.replicas.part import OneForward, Replicas, Step
 from lightning_gradavg.report.part import Reports
@@ -467,7 +467,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         if self._faults.ends_apart():
             return super().all_gather(tensor, group, sync_grads)
-        require_allowed()
+        require_gather_allowed()
         if (having := self._batches.having) is not None:
             raise RuntimeError(
                 f"training_step calls self.all_gather, but {self.world_size - having} of {self.world_size} ranks have"

@@ -21,7 +21,6 @@ from lightning_gradavg.faults.collectives import Collectives
 from lightning_gradavg.launch import Registered, require_one_run
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import World
-from lightning_gradavg.reduction.gather import WITHIN
 from lightning_gradavg.reduction.reduction import Reduction
 
 __all__ = ["WeighedTraining"]
@@ -106,12 +105,11 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         arguments = *args, *kwargs.values()
         self._reduction.begin_step(next(iter(arguments), None), self._batches.missing)
-        self._batches.stepping, token = True, WITHIN.set("")
+        self._batches.stepping = True
         try:
             output: STEP_OUTPUT = self._run_step(super().training_step, *arguments)
         finally:
             self._batches.stepping = False
-            WITHIN.reset(token)
         return output
 
     def _run_step(self, forward: Callable[..., Any], *arguments: Any) -> Any:

@@ -360,7 +360,7 @@ CASES: Sequence[Case] = [
         for ways, expected in (
             (["automatic", "average", "sharded"], [2.5, 3.0, 2.5]),
             # The first window chooses what losses are scaled by where their windows may be longer.
-            (LOOPS, "rank 0: micro-batch 0 of the window: its multiplier 1e+300 overflows when it is scaled by the first"),
+            (LOOPS, "rank 0: micro-batch 0 of the window: its multiplier 1e+300 overflows when it is scaled by"),
         )
     ),
     # Totals of so many micro-batches have squares that float64 rounds.

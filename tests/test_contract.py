@@ -100,7 +100,8 @@ def test_the_logged_hyperparameters(world):
         (package.GradAvgReducer.register, "(self, model, *, node=None)"),
         (package.GradAvgReducer.weigh, "(self, loss, *, weight=None, divided_by=None, samples=None)"),
         (package.average_gradients, "(module_or_parameters, *, reduction='mean', weight=None, group=None)"),
-        (package.gather, "(tensors, *, reduction='mean', weight=None, group=None)"),
+        (package.gather, "(tensors, *, group=None)"),
+        (package.global_mean, "(total, count, *, group=None)"),
         (package.split_batches, "(loader, *, group=None)"),
         (package.verify, f"(module, data=None, *, {OPTIONS_OF_VERIFY}, **trainer_options)"),
     ],
@@ -116,7 +117,7 @@ def test_the_names():
     """What `from lightning_gradavg import` gives, and the values of `strategy=` of Trainer and Fabric."""
     expected = (
         "GradAvgModelParallelStrategy GradAvgMonitor GradAvgReducer GradAvgStrategy Place Share"
-        " average_gradients gather split_batches verify"
+        " average_gradients gather global_mean split_batches verify"
     )
     assert words(expected) == sorted(package.__all__)
     of_loops = "gradavg gradavg_fork gradavg_notebook gradavg_spawn gradavg_sum gradavg_weighted"

@@ -32,7 +32,7 @@ from torchmetrics import MeanMetric
 from toys import Toy, approx, same_everywhere
 from toys import train as train_toy
 
-from lightning_gradavg import gather
+from lightning_gradavg import gather, global_mean
 
 # Fewer replicas than ranks is what some of these tests are about.
 pytestmark = pytest.mark.filterwarnings("ignore:num_replicas=. leaves . of . ranks without a replica")
@@ -124,6 +124,7 @@ DOES: dict[str, Callable[[Any, Tensor], Any]] = {
     "makes a buffer": lambda module, x: module.register_buffer("center", x.mean(0)),
     "moves a teacher": lambda module, x: module.teacher.detach().add_(1),
     "gathers": lambda module, x: gather(module.net(x)),
+    "takes a global mean": lambda module, x: global_mean(module.net(x).sum(), len(x)),
     "all-gathers": lambda module, x: module.all_gather(module.net(x), sync_grads=True),
     "reduces a metric": lambda module, x: module.metric(x),
 }
@@ -181,9 +182,10 @@ REFUSED: list[tuple[str, Kind, Options, str]] = [
     ("TypeError", Terms, parallel(2, **BITS), "global_mean"),
     ("TypeError", Terms, parallel(), "global_mean"),
     ("TypeError", Terms, single(), "global_mean"),
-    ("RuntimeError", "gathers", parallel(), "training_step gathers over the ranks"),
-    ("RuntimeError", "all-gathers", PARTS, "training_step gathers over the ranks"),
-    ("RuntimeError", "reduces a metric", parallel(), "training_step gathers over the ranks"),
+    ("RuntimeError", "gathers", parallel(), "training_step exchanges values with the other ranks"),
+    ("RuntimeError", "takes a global mean", PARTS, "training_step exchanges values with the other ranks"),
+    ("RuntimeError", "all-gathers", PARTS, "training_step exchanges values with the other ranks"),
+    ("RuntimeError", "reduces a metric", parallel(), "training_step exchanges values with the other ranks"),
     ("RuntimeError", "all-gathers", single(), "calls self.all_gather, but 1 of 2 ranks have no samples"),
     ("RuntimeError", "assigns a buffer", single(), "assigned or made the buffers center"),
     ("RuntimeError", "assigns a buffer of None", PARTS, "assigned or made the buffers center"),

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from toys import WEIGHTED, OfFabric, OfTorch, One, approx
 
 from lightning_gradavg import GradAvgModelParallelStrategy as OfTrainerSharded
-from lightning_gradavg import GradAvgReducer, gather
+from lightning_gradavg import GradAvgReducer, average_gradients, gather
 from lightning_gradavg.fabric import GradAvgModelParallelStrategy as OfFabricSharded
 from lightning_gradavg.fabric import GradAvgStrategy
 
@@ -93,12 +93,16 @@ def test_before_and_beside_a_model():
 
 @on_ranks()
 def test_reducers_that_take_turns():
-    """The forwards of two models may both come before their losses."""
-    (one, first, of_one, x), (two, second, of_two, _) = begin(), begin()
-    losses = of_one(x).mean(), of_two(x).mean()
-    one.backward(losses[0], weight=len(x))
-    two.backward(losses[1], weight=len(x))
-    assert (approx(3.6), approx(3.6)) == (first.gradient, second.gradient)
+    """A loss belongs to its own reducer, and neither a loss nor a forward that is only looked at changes a gather."""
+    (one, _, of_one, x), (two, module, of_two, _) = begin(), begin()
+    first, second = of_one(x).mean(), of_two(x).mean()
+    one.backward(first, weight=len(x))
+    two.backward(second, weight=len(x))
+    of_one(x)  # has no loss
+    alone = One()
+    ((gather(alone(x)) ** 2).mean() * len(x) / 5).backward()
+    average_gradients(alone, reduction="sum")
+    assert (approx(3.6), approx(2 * SQUARES)) == (module.gradient, alone.gradient)
     with pytest.raises(ValueError, match="divided_by=0 is not a finite number > 0"):
         one.reducer.weigh(of_one(x).mean(), weight=1, divided_by=0)
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -19,11 +17,11 @@ import torch.distributed as dist
 from ranks import Raised, on_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from toys import AWARE, WEIGHTED, Recorded, approx, flat, train
+from toys import AWARE, Recorded, approx, flat, train
 
-from lightning_gradavg import average_gradients
-from lightning_gradavg.reduction.gather import gather, losses_weighed
+from lightning_gradavg import average_gradients, gather, global_mean
 from lightning_gradavg.rules import RULES
+from lightning_gradavg.stand_in import uncounted
 
 pytestmark = AWARE
 DTYPES = [
@@ -44,7 +42,15 @@ def views(rows: Sequence[int], tail: Sequence[int]) -> list[Tensor]:
     conjugate = torch.complex(base, base).conj()
     assert conjugate.is_conj()
     assert conjugate.imag.is_neg()
-    return [base.T, base[:, ::2], base[:1].expand(2, 3), conjugate, conjugate.imag]
+    images = torch.arange(72.0).reshape(2, 3, 4, 3) + 100 * dist.get_rank()
+    by_channel = images.to(memory_format=torch.channels_last)
+    volumes = images.reshape(2, 3, 2, 2, 3).to(memory_format=torch.channels_last_3d)
+    assert not by_channel.is_contiguous()
+    return [
+        *(base.T, base[:, ::2], base[:1].expand(2, 3), conjugate, conjugate.imag),
+        *(by_channel, by_channel[:0], by_channel.bfloat16(), by_channel > 20, torch.complex(by_channel, by_channel)),
+        *(volumes, images.transpose(1, 3), images[:, :1].expand(-1, 5, -1, -1), images[::2, ..., ::2]),
+    ]
 
 
 def gather_together_and_alone(tensors: Callable[..., list[Tensor]], *given: Any) -> list[tuple[Tensor, Tensor]]:
@@ -75,8 +81,6 @@ class Home(NamedTuple):
     of_ranks: Sequence[Tensor]
     loss: Callable[[Tensor, int], Tensor]
     expected: Sequence[Any]
-    weights: Sequence[float] | None = None
-    weighed: bool = False
 
 
 def times(*factors: float) -> Callable[[Tensor, int], Tensor]:
@@ -105,25 +109,15 @@ HOME: dict[str, Home] = {
     # 120000 is infinite in float16, and 257 is 256 in bfloat16.
     "float16": Home([HALF] * 3, times(60000.0, 60000.0, -60000.0), [[60000.0]] * 3),
     "bfloat16": Home([HALF.bfloat16()] * 3, times(256.0, 1.0, 1.0), [[258.0]] * 3),
-    # Weights of thousands multiply a float16 gradient by their ratios, in float32, unless the loss is weighed.
-    "thousands": Home([HALF] * 2, times(20.0, 20.0), [[30.0], [60.0]], (8000.0, 4000.0)),
-    "thousands in the loss": Home([HALF] * 2, times(20.0, 20.0), [[40.0], [40.0]], (8000.0, 4000.0), True),
-    "weight 0 in the loss": Home([HALF] * 2, times(20.0, 20.0), [[40.0], [40.0]], (1.0, 0.0), True),
-    # A NaN gradient for others' rows is not multiplied by the weight 0 of its rank, which would be NaN.
-    "NaN of weight 0": Home([torch.ones(1), torch.ones(0)], times(6.0, torch.nan), [[6.0], []], (1.0, 0.0)),
 }
 
 
 def come_home(name: str) -> None:
     home, rank = HOME[name], dist.get_rank()
     x = home.of_ranks[rank].clone().requires_grad_(home.expected[rank] is not None)
-    told: dict[str, Any] = {}
-    if home.weights is not None:
-        told = {"reduction": "weighted_mean", "weight": home.weights[rank]}
-    with losses_weighed() if home.weighed else nullcontext():
-        rows = gather(x, **told)
-        assert rows.requires_grad
-        home.loss(rows, rank).backward()
+    rows = gather(x)
+    assert rows.requires_grad
+    home.loss(rows, rank).backward()
     assert home.expected[rank] == (None if x.grad is None else x.grad.tolist())
     assert x.grad is None or x.dtype == x.grad.dtype
 
@@ -131,6 +125,56 @@ def come_home(name: str) -> None:
 @pytest.mark.parametrize("name", HOME)
 def test_the_gradient_of_a_row_is_the_sum_over_ranks(world, name):
     world(len(HOME[name].of_ranks)).run(come_home, name)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda images: images.clone(),
+    "channels_last": lambda images: images.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda images: images.transpose(1, 3).contiguous().transpose(1, 3),
+    "every other": lambda images: images.repeat_interleave(2, dim=3)[..., ::2],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("of_loss", LAYOUTS)
+@pytest.mark.parametrize("of_rows", LAYOUTS)
+@on_ranks(3)
+def test_gradients_of_every_layout(of_rows, of_loss, dtype):
+    """Ranks of 2, 0 and 1 rows, whose losses weigh an element by its number times 1, 2 and 4: it gets 7 times that."""
+    rank = dist.get_rank()
+    start, stop = [(0, 2), (2, 2), (2, 3)][rank]
+    numbers = torch.arange(36.0).reshape(3, 2, 3, 2).to(dtype)
+    x = LAYOUTS[of_rows](numbers[start:stop]).requires_grad_()
+    gathered = gather(x)
+    assert torch.equal(numbers, gathered)
+    assert gathered.is_contiguous()
+    gathered.backward(LAYOUTS[of_loss](numbers * 2**rank))
+    assert torch.equal(7 * numbers[start:stop], x.grad)
+
+
+@on_ranks(3)
+def test_an_expanded_gradient():
+    """The gradient of a sum repeats one element in memory, and that of an expanded row is the sum over its copies."""
+    row = torch.ones(1, 2, requires_grad=True)
+    gather(row.expand(dist.get_rank(), 2)).sum().backward()
+    expected = 3.0 * dist.get_rank()
+    assert [[expected, expected]] == row.grad.tolist()
+
+
+@on_ranks(3)
+def test_the_loss_of_a_stand_in_reaches_no_rank():
+    """Rank 2 stands in: its rows are in no loss, and an infinite derivative behind its factor 0 sends no NaN."""
+    rank = dist.get_rank()
+    x = torch.tensor([rank + 1.0], requires_grad=True)
+    if rank < 2:
+        gathered = gather(x)
+    else:
+        with uncounted(nn.Module()):
+            gathered = gather(x)
+    assert [1.0, 2.0] == gathered.tolist()
+    loss = gathered.prod() if rank < 2 else 0.0 * (gathered - gathered.detach()).sqrt().sum()
+    loss.backward()
+    assert [[4.0], [2.0], [0.0]][rank] == x.grad.tolist()
 
 
 @on_ranks(3)
@@ -149,7 +193,12 @@ def test_group():
         assert [0.0, 2.0] == gather(x, group=group).tolist()
 
 
+class Sharded(Tensor):
+    device_mesh = "which only a DTensor has"
+
+
 X = torch.ones(1, 2)
+NESTED = torch.nested.nested_tensor([X], layout=torch.jagged)
 # What each of two ranks gives instead of one row, and what both are told.
 # fmt: off
 MISUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -158,14 +207,12 @@ MISUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {}, {"tensors": torch.ones(1, 3)},
         "gather cannot proceed: tensors of shape (rows, 2) and torch.float32 on rank 0; tensors of shape (rows, 3)"),
     "structure": ({}, {"tensors": (X, X)}, "torch.float32 on rank 0; tensors[0] of shape (rows, 2) and torch.float32 "),
-    "rule": ({}, {"reduction": "sum"}, "reduction='mean' on rank 0; reduction='sum' on rank 1. Pass the same"),
     "no_grad": ({}, {"grad": False}, "with gradients on rank 0; under torch.no_grad on rank 1. Pass the same"),
-    "weight 0": (
-        {**WEIGHTED, "weight": 0}, {**WEIGHTED, "weight": 1},
-        "discards the gradient of a rank of weight 0, but there are rows on rank 0 that count"),
     "a number": ({"tensors": torch.tensor(1.0)}, {}, "has no dimension to concatenate along: pass tensor.reshape(1)"),
     "no tensor": ({"tensors": {}}, {}, "there is no tensor in {}: pass at least one"),
     "sparse": ({"tensors": X.to_sparse()}, {}, "tensors must be a dense tensor, got layout torch.sparse_coo"),
+    "nested": ({"tensors": NESTED}, {}, "a dense tensor, got a nested tensor"),
+    "sharded": ({"tensors": Sharded(X)}, {}, "tensors is a DTensor: pass its full_tensor()"),
 }
 # fmt: on
 
@@ -194,8 +241,7 @@ N = len(A)
 class Towers(Recorded):
     """One matrix under both towers, and the scale of the logits above them.
 
-    The loss is of a rank's own rows or of all, a formula of their `mean` and `sum`; `told` is whether `gather` gets the
-    rule and the weight.
+    The loss is of a rank's own rows or of all, a formula of their `mean` and `sum`.
     """
 
     def __init__(
@@ -205,17 +251,15 @@ class Towers(Recorded):
         nodes: Sequence[int] = (0,),
         loss: str = "all rows: mean",
         weight: str = "",
-        told: bool = False,
     ) -> None:
         super().__init__()
         self.m = nn.Parameter(torch.tensor([[1.0, 0.2], [-0.3, 0.8]], dtype=torch.float64))
         self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
         rank = self.seen.rank
         self.start = sum(rows[:rank])
-        self.names = {"W": len(nodes), "N": N, "nodes": len(set(nodes)), "L": nodes.count(nodes[rank])}
+        self.names = {"W": len(nodes), "N": N, "n": rows[rank], "nodes": len(set(nodes)), "L": nodes.count(nodes[rank])}
         self.whose, self.formula = loss.split(": ")
         self.weight = N if weight == "N" else rows[rank]
-        self.told = {"reduction": reduction, "weight": self.weight} if told else {}
         self.given = {"weight": self.weight} if RULES[reduction].uses_weight else {}
 
     def features(self, batch: Any) -> tuple[Tensor, Tensor]:
@@ -228,7 +272,7 @@ class Towers(Recorded):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         own = self.features(batch)
-        everybody: Any = gather(own, **self.told)
+        everybody: Any = gather(own)
         rows, start = (own[0], self.start) if self.whose == "own rows" else (everybody[0], 0)
         losses: Any = {how: self.loss(rows, everybody[1], start, how) for how in ("mean", "sum")}
         return {"loss": evaluate(self.formula, {**losses, **self.names}), **self.given}
@@ -291,19 +335,45 @@ def table_of(title: str) -> list[list[str]]:
 
 RIGHT, ONE = table_of("Which loss, under which rule"), approx(1.0, 1e-9)
 assert {row[0] for row in RIGHT} == set(RULES)
-assert {row[3] for row in RIGHT} == {"", "tell"}
+assert {row[3] for row in RIGHT} == {"yes", "if n is equal", "if L is equal"}
 
 
-@pytest.mark.parametrize("way", ["strategy", "plain loop", "plain loop, told"])
 @pytest.mark.parametrize(("reduction", "loss", "weight", "plain"), RIGHT)
-def test_what_is_right(world, reduction, loss, weight, plain, way):
-    """Every line is the gradient of one process; in a plain loop, where it says so, only if `gather` is told.
+def test_what_is_right_under_the_strategy(world, reduction, loss, weight, plain):
+    assert [ONE, ONE] == ratios_of(world, reduction=reduction, loss=loss, weight=weight)
 
-    The strategy leaves what `gather` is told out of account.
+
+@pytest.mark.parametrize(("reduction", "loss", "weight", "plain"), RIGHT)
+def test_what_is_right_with_average_gradients(world, reduction, loss, weight, plain):
+    """Every line if all ranks have one row and all nodes two ranks; else those that say so."""
+    given = {"plainly": True, "reduction": reduction, "loss": loss, "weight": weight}
+    assert [ONE, ONE] == ratios_of(world, (1, 1, 1, 1), (0, 0, 1, 1), **given)
+    of_matrix, of_scale = ratios_of(world, **given)
+    if plain == "yes":
+        assert [ONE, ONE] == [of_matrix, of_scale]
+    else:
+        assert of_matrix is None
+
+
+@on_ranks()
+def test_average_gradients_by_hand():
+    """Loss q is the mean of its own numbers times that of all: 2 and 6, times 3.6. Their mean by counts is 3.6 ** 2.
+
+    Weighed after the backward, the gradients of 16.8 and 40.8 give 26.4. Weighed before it, they add up to 25.92.
     """
-    given, told = {"reduction": reduction, "loss": loss, "weight": weight}, way != "plain loop"
-    found = ratios_of(world, plainly=way != "strategy", **given, told=told)
-    assert found == ([ONE, ONE] if told or plain != "tell" else [None, mock.ANY])
+    numbers = torch.tensor([[1.0, 2.0, 3.0], [5.0, 7.0]][dist.get_rank()], dtype=torch.float64)
+    count = len(numbers)
+    ways: list[tuple[Callable[[Tensor], Tensor], dict[str, Any], float]] = [
+        (lambda loss: loss, {"reduction": "weighted_mean", "weight": count}, 26.4),
+        (lambda loss: loss * count / 5, {"reduction": "sum"}, 25.92),
+        (lambda loss: global_mean(loss * count, count), {"reduction": "mean"}, 25.92),
+    ]
+    for weigh, rule, expected in ways:
+        w = torch.ones((), dtype=torch.float64, requires_grad=True)
+        own = numbers * w
+        weigh(own.mean() * gather(own).mean()).backward()
+        average_gradients(w, **rule)
+        assert approx(expected) == w.grad.item()
 
 
 def test_single_process_numbers():

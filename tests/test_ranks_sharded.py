@@ -34,7 +34,7 @@ from toys import (
     train,
 )
 
-from lightning_gradavg import GradAvgModelParallelStrategy
+from lightning_gradavg import GradAvgModelParallelStrategy, global_mean
 from lightning_gradavg.fabric import GradAvgModelParallelStrategy as OfFabricSharded
 
 pytestmark = AWARE
@@ -153,6 +153,8 @@ class Sharded(MLP):
             return loss.backward()
         if self.kind == "graphless":
             return {"loss": torch.zeros(()), "weight": 0}
+        if self.kind == "global mean":
+            return global_mean(loss * len(y), len(y))
         if self.kind in ("sum", "mean"):
             return loss / sum(COUNTS) if self.kind == "sum" else loss
         return {"loss": loss, "weight": dist.get_rank() if self.kind == "peers" else weight_of(x)}
@@ -201,6 +203,18 @@ def test_weights_are_those_of_one_process(world, layout, way):
         toy = {"shard": layout.shard, "kind": kind}
         seen = ranks.run(train, batches, toy, strategy, None, Sharded, GradAvgModelParallelStrategy, **options)
     _, *expected = alone(MLP().double(), shares(5, torch.float64), window, CLIP)
+    torch.testing.assert_close(same_everywhere(seen).weights, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("of", [GradAvgModelParallelStrategy, ModelParallelStrategy])
+@pytest.mark.parametrize(
+    "layout", [Layout(fsdp, (3, 1)), Layout(hsdp, (1, 1, 1, 1)), Layout(fsdp_tp, (3, 1), 2)], ids=str
+)
+def test_a_global_mean_is_that_of_one_process(world, layout, of):
+    """Under the plain mean, of stock, too: tensor-parallel ranks bring every total and count twice."""
+    toy = {"shard": layout.shard, "kind": "global mean"}
+    seen = world(layout.ranks).run(train, layout.batches(3), toy, layout.sizes, None, Sharded, of)
+    _, *expected = alone(MLP().double(), shares(3, torch.float64))
     torch.testing.assert_close(same_everywhere(seen).weights, expected, rtol=1e-12, atol=1e-12)
 
 

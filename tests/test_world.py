@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 
 from lightning_gradavg.place import Place, node_from_environment, places_on_nodes
-from lightning_gradavg.ranks import Contribution, World, _end, _end_in_order
+from lightning_gradavg.ranks import Agreed, Contribution, World, _end, _end_in_order
 
 
 def alike() -> Contribution:
@@ -36,7 +36,8 @@ def test_exchanges() -> None:
         nodes, weights = [one // 2 for one in ranks], [0.1 * one for one in ranks]
         assert places_on_nodes(nodes) == world.places(rank // 2)
         for bring, details in ((alike, [[7, 7]] * len(ranks)), (unlike, [[7, one] for one in ranks])):
-            assert (bring(), (nodes, weights, details)) == world.agree("refused", bring)
+            numbers: list[list[float]] = [[]] * len(ranks)
+            assert (bring(), Agreed(nodes, weights, details, numbers)) == world.agree("refused", bring)
     if rank != 1:
         dist.destroy_process_group(group)
 

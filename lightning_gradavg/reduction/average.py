@@ -20,7 +20,7 @@ from lightning_gradavg.reduction.reference import rank_factors
 from lightning_gradavg.reduction.weights import as_weight
 from lightning_gradavg.rules import Rule, RuleFunction, is_number, resolve_rule
 
-__all__ = ["Refusals", "average_gradients", "checked_weight", "needs_weight", "refuse"]
+__all__ = ["average_gradients", "needs_weight"]
 
 Refusals: TypeAlias = Sequence[tuple[Callable[[Any], object], str]]
 """What is refused, and why: a predicate, and what the message goes on with, in which `{0}` is the value."""
@@ -49,6 +49,7 @@ def average_gradients(
     - Under a rule that uses weights, a rank of weight 0 contributes nothing, even if its gradients are NaN. If no rank
       has any weight, the gradients become zero.
     - Without parameters, only the arguments are checked.
+    - After `lightning_gradavg.gather`, a rule that weighs ranks differently comes too late: see `docs/contrastive.md`.
 
     Nodes are those of the launcher: `GROUP_RANK`, `SLURM_NODEID` or `NODE_RANK`.
 

@@ -1,51 +1,65 @@
-"""`gather`: all ranks' rows for a loss that does not split over samples, with the gradient that the rule means.
+"""`gather`: all ranks' rows for a loss that does not split over samples, with the gradient of every rank's loss.
 
-Rank q computes a loss `l_q` of all ranks' features `x = [x_0, ..., x_(W-1)]`. The gradient of the rule applied to these
-losses is that of the rule applied to gradients if the rows of rank r get `sum over q of (w_q / w_r) * dl_q/dx_r`. Where
-losses are multiplied by `w_q` before the backward, as under the strategy, that is the plain sum over ranks.
+Rank q computes a loss `l_q` of all ranks' rows `x = [x_0, ..., x_(W-1)]`. The rows of rank r get the plain sum over q
+of `dl_q/dx_r`. Where the losses are multiplied by their weights before the backward, as `GradAvgStrategy` and
+`GradAvgReducer` do, the reduced gradient is then the gradient of the rule applied to the losses. There is no factor
+that `gather` could know better: a rule that weighs gradients after the backward would need `w_q / w_r` here, so
+docs/contrastive.md says which losses fit `average_gradients`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_gradavg.ranks import Contribution, World, on_ranks
-from lightning_gradavg.reduction.average import Refusals, checked_weight, refuse
-from lightning_gradavg.reduction.reference import rank_factors
-from lightning_gradavg.rules import Rule, RuleFunction, resolve_rule
+from lightning_gradavg.ranks import Contribution, World
+from lightning_gradavg.reduction.guard import without_discarded_nan
 from lightning_gradavg.stand_in import STANDS_IN
 from lightning_gradavg.tree import leaves, mapped
 
-__all__ = ["WITHIN", "gather", "losses_weighed", "require_allowed"]
+__all__ = ["gather", "gather_refused", "require_gather_allowed"]
 
 T = TypeVar("T")
 
-WITHIN: ContextVar[str | None] = ContextVar("within", default=None)
-"""None where losses are not weighed, "" where they are, and there else why `gather` is refused."""
+_REFUSAL: ContextVar[str | None] = ContextVar("refusal", default=None)
+"""Why `gather` is an error here, or None where it is allowed. Only `gather_refused` sets it."""
 
 
-def gather(
-    tensors: T,
-    *,
-    reduction: str | RuleFunction | Rule = "mean",
-    weight: float | Tensor | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> T:
+@contextmanager
+def gather_refused(reason: str) -> Iterator[None]:
+    """Make `gather`, and whatever calls `require_gather_allowed`, an error within the context.
+
+    Used where ranks run a step different numbers of times, so that a collective operation would wait forever.
+    """
+    token = _REFUSAL.set(reason)
+    try:
+        yield
+    finally:
+        _REFUSAL.reset(token)
+
+
+def require_gather_allowed() -> None:
+    """Raise a RuntimeError within `gather_refused`."""
+    reason = _REFUSAL.get()
+    if reason is not None:
+        raise RuntimeError(f"{reason}.")
+
+
+def gather(tensors: T, *, group: dist.ProcessGroup | None = None) -> T:
     """Return the ranks' tensors concatenated along dimension 0 in rank order, with gradients. Call it on every rank.
 
-    The reduced gradient is that of the rule applied to the ranks' losses, for all parameters. `docs/contrastive.md`
-    says which loss is right under which rule. Pass `reduction` and `weight` only with `average_gradients`, the same to
-    both, where the rule weights some ranks more than others: `"weighted_mean"` with unequal weights, one vote per node
-    on uneven nodes, or a rule of your own. `GradAvgStrategy` and `GradAvgReducer` need neither.
+    In the backward, the rows of a rank get the sum of the gradients that all ranks' losses have there. Under
+    `GradAvgStrategy`, Fabric and `GradAvgReducer` the reduced gradient is that of the rule applied to the ranks'
+    losses, for all parameters. `average_gradients` weighs after the backward, so use it with `"mean"` or `"sum"`:
+    `docs/contrastive.md` says which loss is right under which rule.
 
     - Ranks may have different numbers of rows, or none.
     - If any rank's tensor requires grad, the result requires grad on all ranks, and every rank must run its backward
@@ -56,146 +70,154 @@ def gather(
     - Without an initialized process group, and in a group of one rank, the result is a copy.
 
     Args:
-        tensors: A dense tensor of shape `(rows, ...)`, or nested tuples, lists and dicts of such tensors. Structure,
-            dtypes and all but the first dimension must be equal on all ranks. Integers have no gradient.
-        reduction: The rule that reduces the gradients afterwards.
-        weight: This rank's weight under a rule that uses weights: a number >= 0 of any type, or a tensor with one
-            element, which is copied to the host.
+        tensors: A dense tensor of shape `(rows, ...)` in any memory format, or nested tuples, lists and dicts of such
+            tensors. Structure, dtypes and all but the first dimension must be equal on all ranks. Integers have no
+            gradient.
         group: The process group; the default group if None.
 
     Returns:
-        New tensors in the same structure, each of shape `(sum of all ranks' rows, ...)`, dtype and device kept.
+        New contiguous tensors in the same structure, each of shape `(sum of all ranks' rows, ...)`, dtype and device
+        kept.
 
     Raises:
-        ValueError: On all ranks, if an argument is invalid on some rank, if the ranks' arguments don't fit together, if
-            only some ranks run under `torch.no_grad`, or if a rank has rows whose gradient `average_gradients` will
-            discard. On this process alone, if it is no member of `group`.
+        ValueError: On all ranks, if an argument is invalid on some rank, if the ranks' arguments don't fit together, or
+            if only some ranks run under `torch.no_grad`. On this process alone, if it is no member of `group`.
+        RuntimeError: In a training step that ranks run different numbers of times.
     """
-    require_allowed()
+    require_gather_allowed()
     if torch.is_inference_mode_enabled():
         # Gloo of torch 2.4 cannot write into tensors that were made in inference mode, as Lightning validates.
         with torch.inference_mode(False), torch.no_grad():
-            return gather(tensors, reduction=reduction, weight=weight, group=group)
+            return gather(tensors, group=group)
     world = World.of(group)
-    mine, agreed = world.agree("gather cannot proceed", lambda: _brought(tensors, resolve_rule(reduction), weight))
-    rule = resolve_rule(reduction)
-    of_ranks, count = list(zip(*agreed.details, strict=True)), len(mine.tensors)
-    rows, wanted = of_ranks[:count], list(map(any, of_ranks[count:]))
-    factors = rank_factors(rule, agreed.nodes, agreed.weights) if WITHIN.get() is None else [1.0] * world.size
-    lost = [rank for rank, factor in enumerate(factors) if factor == 0 and any(of_leaf[rank] for of_leaf in rows)]
-    if any(wanted) and any(factors) and lost:
-        raise ValueError(
-            f"reduction={rule.name!r} discards the gradient of a rank of weight 0, but there are rows {on_ranks(lost)}"
-            " that count in the other ranks' losses. Gather no rows there (tensor[:0]); or use reduction='sum' with"
-            " losses that are divided by the count of all ranks."
-        )
-    # A rank without factor has no rows: what it would receive is empty.
-    ratios = [factor / factors[world.rank] if factors[world.rank] else 1.0 for factor in factors]
+    contribution, agreed = world.agree("gather cannot proceed", lambda: _contribution(tensors))
+    local_tensors = list(contribution.tensors.values())
+    of_tensors = list(zip(*agreed.details, strict=True))
+    exchange = _Exchange(
+        world,
+        rows=of_tensors[: len(local_tensors)],
+        requires_grad=[any(of_ranks) for of_ranks in of_tensors[len(local_tensors) :]],
+        stands_in=STANDS_IN.get(),
+    )
     # Without a leaf of its own that requires grad, a rank whose tensors need none would not join the backward.
-    anchor, apply = torch.zeros((), requires_grad=any(wanted)), cast("Any", _Gather.apply)
-    gathered = iter(apply(world, rows, wanted, ratios, anchor, *mine.tensors.values()))
+    anchor = torch.zeros((), requires_grad=any(exchange.requires_grad))
+    apply = cast("Any", _Gather.apply)
+    gathered = iter(apply(exchange, anchor, *local_tensors))
     result: T = mapped(tensors, lambda _: next(gathered))
     return result
 
 
-def require_allowed() -> None:
-    """Raise a RuntimeError within `losses_weighed(refused=...)`."""
-    if WITHIN.get():
-        raise RuntimeError(f"{WITHIN.get()}.")
-
-
-@contextmanager
-def losses_weighed(*, refused: str = "") -> Iterator[None]:
-    """Say that losses are multiplied by their weights before the backward, or why `gather` must be an error within."""
-    token = WITHIN.set(refused)
-    try:
-        yield
-    finally:
-        WITHIN.reset(token)
-
-
-_REFUSED_LEAVES: Refusals = (
-    (
-        lambda leaf: not isinstance(leaf, Tensor),
-        "must be a tensor, or a tuple, list or dict of tensors; got {0!r} of type {0.__class__.__name__}",
-    ),
-    (
-        lambda leaf: leaf.layout is not torch.strided,
-        "must be a dense tensor, got layout {0.layout}",
-    ),
-    (lambda leaf: leaf.ndim == 0, "has no dimension to concatenate along: pass tensor.reshape(1), one row"),
-)
-
-
-def _brought(tensors: Any, rule: Rule, weight: Any) -> Contribution:
-    """Return one rank's arguments, checked; of all tensors the rows, and then whether they require grad."""
-    labeled, grad = dict(leaves(tensors, "tensors")), torch.is_grad_enabled()
+def _contribution(tensors: object) -> Contribution:
+    """Return this rank's tensors, checked. The details are the rows of each, and then whether each requires grad."""
+    labeled: Mapping[str, Tensor] = dict(leaves(tensors, "tensors"))
     if not labeled:
         raise ValueError(f"there is no tensor in {tensors!r}: pass at least one")
+    with_gradients = torch.is_grad_enabled()
     # The rank's own structure counts, and so does every shape but the number of rows.
-    equal = [f"reduction={rule.name!r}", "with gradients" if grad else "under torch.no_grad"]
-    for label, leaf in labeled.items():
-        refuse(label, leaf, _REFUSED_LEAVES)
-        equal.append(f"{label} of shape ({', '.join(map(str, ('rows', *leaf.shape[1:])))}) and {leaf.dtype}")
+    equal = ["with gradients" if with_gradients else "under torch.no_grad"]
+    for label, tensor in labeled.items():
+        _require_rows(label, tensor)
+        shape = ", ".join(map(str, ("rows", *tensor.shape[1:])))
+        equal.append(f"{label} of shape ({shape}) and {tensor.dtype}")
     if STANDS_IN.get():
-        labeled = {label: leaf[:0] for label, leaf in labeled.items()}
-    tensors = labeled.values()
-    details = [*map(len, tensors), *(leaf.requires_grad and grad for leaf in tensors)]
-    return Contribution(equal, details, checked_weight(rule, weight), rule.node, labeled)
+        # The samples of this rank do not count, so none of its rows belongs into another rank's loss.
+        labeled = {label: tensor[:0] for label, tensor in labeled.items()}
+    rows = [len(tensor) for tensor in labeled.values()]
+    requires_grad = [tensor.requires_grad and with_gradients for tensor in labeled.values()]
+    return Contribution(equal, [*rows, *requires_grad], tensors=labeled)
+
+
+def _require_rows(label: str, value: object) -> None:
+    """Raise a TypeError or ValueError unless a value is a dense tensor with a dimension of rows."""
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{label} must be a tensor, or a tuple, list or dict of tensors; got {value!r} of type"
+            f" {type(value).__name__}"
+        )
+    if hasattr(value, "device_mesh"):
+        raise ValueError(f"{label} is a DTensor: pass its full_tensor(), or what it holds on this rank, its to_local()")
+    if value.layout is not torch.strided or value.is_nested:
+        found = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+        raise ValueError(f"{label} must be a dense tensor, got {found}")
+    if value.ndim == 0:
+        raise ValueError(f"{label} has no dimension to concatenate along: pass tensor.reshape(1), one row")
+
+
+class _Exchange(NamedTuple):
+    """What all ranks know about one call of `gather`, and what this one adds to the gradients of the others."""
+
+    world: World
+    rows: Sequence[Sequence[int]]  # of each tensor, the rows of every rank
+    requires_grad: Sequence[bool]  # of each tensor, whether it does on any rank
+    stands_in: bool  # whether this rank's loss does not count
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks' rows of several tensors; its gradients go home, times the factor of each rank over this one's.
+    """All ranks' rows of several tensors; in the backward every rank gets the gradients of its rows.
 
     One function for all of them, so that all ranks run their backwards in one order.
     """
 
     @staticmethod
-    def forward(ctx: Any, world: World, rows: Any, wanted: Any, ratios: Any, _anchor: Any, *tensors: Tensor) -> Any:
-        ctx.given = world, rows, wanted, ratios
-        gathered = [
-            _exchanged([tensor] * world.size, [len(tensor)] * world.size, of_leaf, world)
-            for tensor, of_leaf in zip(tensors, rows, strict=True)
+    def forward(ctx: Any, exchange: _Exchange, _anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        size = exchange.world.size
+        gathered = []
+        for tensor, rows in zip(tensors, exchange.rows, strict=True):
+            local_rows = _contiguous(tensor)
+            sent = torch.cat([local_rows] * size)
+            gathered.append(_exchanged(sent, [len(tensor)] * size, rows, exchange.world))
+        without_gradient = [
+            tensor for tensor, wanted in zip(gathered, exchange.requires_grad, strict=True) if not wanted
         ]
-        ctx.mark_non_differentiable(*(each for each, is_wanted in zip(gathered, wanted, strict=True) if not is_wanted))
+        ctx.mark_non_differentiable(*without_gradient)
         return tuple(gathered)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        world, rows, wanted, ratios = ctx.given
-        home = [
-            _summed(_exchanged([gradient], of_leaf, [of_leaf[world.rank]] * world.size, world), ratios)
-            if is_wanted
-            else None
-            for gradient, of_leaf, is_wanted in zip(gradients, rows, wanted, strict=True)
-        ]
-        return *[None] * 5, *home
+        exchange: _Exchange = ctx.exchange
+        world = exchange.world
+        of_local_rows: list[Tensor | None] = []
+        for gradient, rows, wanted in zip(gradients, exchange.rows, exchange.requires_grad, strict=True):
+            if not wanted:
+                of_local_rows.append(None)
+                continue
+            # Of a loss that does not count: the factor 0 of the loss leaves NaN where a derivative is infinite.
+            sent = torch.zeros_like(gradient) if exchange.stands_in else without_discarded_nan(gradient)
+            parts = _exchanged(_contiguous(sent), rows, [rows[world.rank]] * world.size, world)
+            of_local_rows.append(_summed(parts, world.size))
+        return None, None, *of_local_rows
 
 
-def _exchanged(tensors: list[Tensor], to: Sequence[int], of: Sequence[int], world: World) -> Tensor:
-    """Send so many rows of some tensors, one after another, to each rank in order, and return `of[rank]` from each.
+def _contiguous(tensor: Tensor) -> Tensor:
+    """Return a tensor that is stored row by row and as it reads: no channels_last, no expanded or conjugate view."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _exchanged(sent: Tensor, to: Sequence[int], of: Sequence[int], world: World) -> Tensor:
+    """Send so many rows of a contiguous tensor to each rank in order, and return so many from each.
 
     They travel as bytes: so every dtype does, on every backend. It is no all-gather, which needs as many rows on every
     rank, nor a reduce-scatter, which on gloo moves twice the bytes, and sums half precision in half precision.
     """
-    sent = torch.cat(tensors)  # row by row in its own memory, stored as it reads
     if world.group is None:
         return sent
-    received, row = sent.new_empty(sum(of), *sent.shape[1:]), math.prod(sent.shape[1:]) * sent.itemsize
-    dist.all_to_all_single(
-        received.view(-1).view(torch.uint8),
-        sent.view(-1).view(torch.uint8),
-        [rows * row for rows in of],
-        [rows * row for rows in to],
-        group=world.group,
-    )
+    received = sent.new_empty(sum(of), *sent.shape[1:])
+    row_bytes = math.prod(sent.shape[1:]) * sent.itemsize
+    with torch.profiler.record_function("GradAvg: exchange gathered rows"):
+        dist.all_to_all_single(
+            received.view(-1).view(torch.uint8),
+            sent.view(-1).view(torch.uint8),
+            [rows * row_bytes for rows in of],
+            [rows * row_bytes for rows in to],
+            group=world.group,
+        )
     return received
 
 
-def _summed(parts: Tensor, ratios: Sequence[float]) -> Tensor:
-    """Return the sum of a part from each rank, times its ratio, in no fewer than 32 bits and in rank order."""
-    wide = parts.to(torch.promote_types(parts.dtype, torch.float32)).tensor_split(len(ratios))
-    # Where the ratio is 0 there is nothing behind the loss, which may be NaN. This rank's own is 1.
-    first, *others = (part * ratio for part, ratio in zip(wide, ratios, strict=True) if ratio > 0)
+def _summed(parts: Tensor, size: int) -> Tensor:
+    """Return the sum of equal parts, one from each rank, in no fewer than 32 bits and in rank order."""
+    wide = parts.to(torch.promote_types(parts.dtype, torch.float32))
+    first, *others = wide.tensor_split(size)
     return sum(others, first).to(parts.dtype)

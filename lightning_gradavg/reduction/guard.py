@@ -10,7 +10,20 @@ from torch.utils.hooks import RemovableHandle
 from lightning_gradavg.lightning_internals import stored
 from lightning_gradavg.reduction.loss import MicroBatch
 
-__all__ = ["BypassGuard", "DiscardedGradients"]
+__all__ = ["BypassGuard", "DiscardedGradients", "without_discarded_nan"]
+
+_discarding: set[DiscardedGradients] = set()
+"""The guards of the backward that runs. One runs at a time, on threads of autograd that see no context variables."""
+
+
+def without_discarded_nan(gradient: Tensor) -> Tensor:
+    """Return what a backward may send to other ranks: without NaN if the loss of this rank does not count.
+
+    `gather` and batch norm over all ranks call it in their backward. The gradients of other ranks' losses pass.
+    """
+    if not _discarding:
+        return gradient
+    return gradient.masked_fill(gradient.isnan(), 0)
 
 
 class DiscardedGradients:
@@ -35,6 +48,7 @@ class DiscardedGradients:
         """Install hooks, unless the micro-batch counts."""
         if micro_batch.counts:
             return
+        _discarding.add(self)
         if micro_batch.absent or micro_batch.problem is not None:
             hook = _zeros
         else:
@@ -45,6 +59,7 @@ class DiscardedGradients:
 
     def end(self) -> None:
         """Remove the hooks."""
+        _discarding.discard(self)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from lightning_gradavg.lightning_internals import BatchNorm
 from lightning_gradavg.methods import replaced
 from lightning_gradavg.ranks import World
+from lightning_gradavg.reduction.guard import without_discarded_nan
 
 __all__ = ["count_rows", "synchronized_batch_norm"]
 
@@ -139,7 +140,7 @@ class _Normalize(torch.autograd.Function):
         of_values = None
         if ctx.needs_input_grad[0]:
             sums = torch.cat([of_bias, of_weight]).double()
-            sums = sums if ctx.counted else torch.zeros_like(sums)  # they may be NaN
+            sums = without_discarded_nan(sums) if ctx.counted else torch.zeros_like(sums)  # they may be NaN
             dist.all_reduce(sums, group=ctx.world.group)
             to_mean, to_deviation = ((part / total.clamp(min=1)).to(wide).view(shape) for part in sums.chunk(2))
             dy = normalized.mul_(-to_deviation).add_(dy).sub_(to_mean)

@@ -29,7 +29,7 @@ from lightning_gradavg.methods import logged_as, replaced
 from lightning_gradavg.options import Options
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.random_state import random_state, restore_random_state, seeded
-from lightning_gradavg.reduction.gather import losses_weighed, require_allowed
+from lightning_gradavg.reduction.gather import gather_refused, require_gather_allowed
 from lightning_gradavg.reduction.loss import sparse_weights
 from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.replicas.batch_norm import count_rows, synchronized_batch_norm
@@ -162,7 +162,7 @@ class Replicas(OneForward):
         pieces, outputs = step.batches.slices(batch), list[Any]()
         self._buffers.begin_step()
         try:
-            with self._log.collecting(), losses_weighed(refused=_APART) if self._in_pieces else nullcontext():
+            with self._log.collecting(), gather_refused(_APART) if self._in_pieces else nullcontext():
                 for index, piece in enumerate(pieces):
                     self._buffers.begin_piece(index)
                     outputs.append(self._run_piece(step, piece, args, last=piece is pieces[-1]))
@@ -268,12 +268,12 @@ def _copied(leaf: Any) -> Any:
 
 def _within_a_piece() -> bool:
     """Raise where ranks run what is reduced now different numbers of times; leave nothing out."""
-    require_allowed()
+    require_gather_allowed()
     return False
 
 
 _APART = (
-    "training_step gathers over the ranks, but with num_replicas above the number of ranks, or max_device_batch_size,"
-    " they run it different numbers of times, one piece after another. Use as many processes as replicas, and no"
-    " max_device_batch_size"
+    "training_step exchanges values with the other ranks (gather, global_mean, all_gather or a metric), but with"
+    " num_replicas above the number of ranks, or max_device_batch_size, they run it different numbers of times, one"
+    " piece after another. Use as many processes as replicas, and no max_device_batch_size"
 )

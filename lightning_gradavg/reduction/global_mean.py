@@ -1,0 +1,190 @@
+"""`global_mean`: the mean of a loss term over all ranks, each term by its own count, under the plain mean of gradients.
+
+Rank r has the total `t_r` of a term, a sum over `n_r` items, and `N` is the sum of all counts. The mean over all ranks
+is `sum of t_r / N`, and its gradient is `sum of dt_r / N`. The plain mean over W ranks divides the sum of the ranks'
+gradients by W, so each rank's gradient is `W / N` times that of its own total.
+
+A rank that stands in for one without samples is no part of a plain mean, so W counts the ranks that have some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_gradavg.ranks import Contribution, World
+from lightning_gradavg.reduction.gather import require_gather_allowed
+from lightning_gradavg.rules import is_number
+from lightning_gradavg.stand_in import STANDS_IN
+from lightning_gradavg.tree import leaves, mapped
+
+__all__ = ["global_mean"]
+
+T = TypeVar("T")
+
+
+def global_mean(total: T, count: Any, *, group: dist.ProcessGroup | None = None) -> T:
+    """Return the mean of a loss term over all ranks, from each rank's sum and count. Call it on every rank.
+
+    ::
+
+        loss = global_mean(cross_entropy(scores, classes, reduction="sum"), len(classes))
+
+    The value is `sum of totals / sum of counts`, the same on all ranks. Its gradient makes the plain mean over the
+    ranks the gradient of that value: reduce by `reduction="mean"`, as stock DDP, Fabric, FSDP2 and `GradAvgStrategy()`
+    do. Terms with different counts add up to one loss, also with terms that need no count, such as a penalty on
+    parameters. Pass several terms at once, as dicts or tuples, for one exchange.
+
+    - In an accumulation window each micro-batch is divided by its own count over all ranks, and the window takes the
+      mean of its micro-batches. Where the window must be divided by its total, use `reduction="weighted_mean"`.
+    - A total whose count is 0 is left out of the value, even if it is NaN, and gets a zero gradient. A derivative that
+      is NaN or infinite still turns that zero into NaN, as it does for any loss: leave such rows out before the model
+      (`x[mask]`), not after it. If the counts of all ranks are 0, value and gradient are 0.
+    - Where `"mean"` weighs by samples, under `split_batches=True` and `equivalent_to`, return the loss with a weight of
+      1, which makes it plain: `{"loss": loss, "weight": 1}`.
+    - Counts have no gradient. Sums are in float64, so counts below 2**53 are exact.
+    - The host reads totals and counts, and waits for those on an accelerator. The backward does not communicate.
+    - Without an initialized process group, and in a group of one rank, the result is `total / count`.
+
+    Args:
+        total: The sum over this rank's items: a number or a tensor with one element, or nested dicts, tuples or lists
+            of them.
+        count: The number of items, or their total weight: numbers >= 0, or tensors with one element of any type, in
+            the structure of `total`.
+        group: The process group; the default group if None.
+
+    Returns:
+        Tensors in the structure of `total`, each of its tensor's shape, type and device; of a number or an integer, in
+        the default type.
+
+    Raises:
+        ValueError: On all ranks, if an argument is invalid on some rank, or if the ranks' terms differ. On this process
+            alone, if it is no member of `group`.
+        RuntimeError: In a training step that ranks run different numbers of times.
+    """
+    require_gather_allowed()
+    if torch.is_inference_mode_enabled():
+        # Gloo of torch 2.4 cannot write into tensors that were made in inference mode, as Lightning validates.
+        with torch.inference_mode(False), torch.no_grad():
+            return global_mean(total, count, group=group)
+    world = World.of(group)
+    contribution, agreed = world.agree("global_mean cannot proceed", lambda: _contribution(total, count))
+    stand_ins, *sums = map(sum, zip(*agreed.numbers, strict=True))
+    ranks_with_samples = world.size - stand_ins
+    terms = list(contribution.tensors)
+    local_counts = contribution.numbers[2::2]
+    means: dict[str, Tensor] = {}
+    for index, term in enumerate(terms):
+        sum_of_totals, sum_of_counts = sums[2 * index : 2 * index + 2]
+        value = scale = 0.0
+        if sum_of_counts > 0:
+            value = sum_of_totals / sum_of_counts
+            scale = ranks_with_samples / sum_of_counts
+        if local_counts[index] == 0:
+            scale = 0.0
+        apply = cast("Any", _GlobalMean.apply)
+        means[term] = apply(contribution.tensors[term], value, scale)
+    in_order = iter([means[term] for term, _ in leaves(total)])
+    result: T = mapped(total, lambda _: next(in_order))
+    return result
+
+
+def _contribution(total: object, count: object) -> Contribution:
+    """Return this rank's terms, checked, in the order of their names.
+
+    The numbers are whether the rank stands in, and then total and count of each term, zeros where it does not count.
+    """
+    totals = dict(leaves(total))
+    counts = dict(leaves(count))
+    if not totals:
+        raise ValueError(f"there is no term in {total!r}: pass at least one")
+    if totals.keys() != counts.keys():
+        raise ValueError(f"total has {_named(totals)}, but count has {_named(counts)}: pass a count for each total")
+    terms = sorted(totals)
+    tensors = {term: _as_total(f"total{term}", totals[term]) for term in terms}
+    for term in terms:
+        _require_count(f"count{term}", counts[term])
+    stands_in = STANDS_IN.get()
+    numbers = [float(stands_in)]
+    read = _read([*tensors.values(), *(counts[term] for term in terms)])
+    for term, number, of_items in zip(terms, read[: len(terms)], read[len(terms) :], strict=True):
+        if not is_number(of_items):
+            raise ValueError(f"count{term} is {of_items!r}, not a finite number >= 0")
+        # Selected here: 0 times NaN is NaN.
+        numbers += [number, of_items] if of_items > 0 and not stands_in else [0.0, 0.0]
+    return Contribution([f"global_mean of {_named(totals)}"], tensors=tensors, numbers=numbers)
+
+
+def _named(terms: Mapping[str, object]) -> str:
+    """Return the places of the terms in their structure, for messages."""
+    return "one term" if "" in terms else f"the terms {', '.join(sorted(terms))}"
+
+
+def _as_total(label: str, value: object) -> Tensor:
+    """Return a total as a floating-point tensor, or raise a ValueError."""
+    if isinstance(value, Tensor):
+        _require_element(label, value)
+        return value if value.is_floating_point() else value.to(torch.get_default_dtype())
+    return torch.tensor(_as_float(label, value), dtype=torch.get_default_dtype())
+
+
+def _require_count(label: str, value: object) -> None:
+    """Raise a ValueError unless a value can be read as one number and has no gradient."""
+    if not isinstance(value, Tensor):
+        _as_float(label, value)
+        return
+    _require_element(label, value)
+    if value.requires_grad:
+        raise ValueError(f"{label} requires grad, but counts have no gradient: pass count.detach()")
+
+
+def _require_element(label: str, tensor: Tensor) -> None:
+    """Raise a ValueError unless a tensor holds one real number."""
+    if hasattr(tensor, "device_mesh"):
+        raise ValueError(f"{label} is a DTensor: pass its full_tensor()")
+    if tensor.numel() != 1:
+        raise ValueError(f"{label} is one number, got a tensor of shape {tuple(tensor.shape)}: pass its sum")
+    if tensor.is_complex():
+        raise ValueError(f"{label} is a real number, got {tensor.dtype}")
+
+
+def _as_float(label: str, value: Any) -> float:
+    """Return a number of any type as a float, or raise a ValueError."""
+    try:
+        if not isinstance(value, (str, bytes)):
+            return float(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise ValueError(f"{label} is one number, got {value!r:.80} of type {type(value).__name__}")
+
+
+def _read(values: Sequence[Any]) -> list[float]:
+    """Return numbers and one-element tensors as floats. The host waits once for all that are on one device."""
+    numbers = {index: float(value) for index, value in enumerate(values) if not isinstance(value, Tensor)}
+    tensors = {index: value.detach() for index, value in enumerate(values) if isinstance(value, Tensor)}
+    devices = {tensor.device for tensor in tensors.values()}
+    for device in devices:
+        of_device = {index: tensor for index, tensor in tensors.items() if tensor.device == device}
+        doubles = torch.stack([tensor.reshape(()).double() for tensor in of_device.values()])
+        numbers.update(zip(of_device, doubles.tolist(), strict=True))
+    return [numbers[index] for index in range(len(values))]
+
+
+class _GlobalMean(torch.autograd.Function):
+    """A mean that is known, as a function of this rank's total; in the backward, the total's gradient is scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, value: float, scale: float) -> Tensor:
+        ctx.scale = scale
+        return total.new_full(total.shape, value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
+        if ctx.scale == 0.0:
+            return torch.zeros_like(gradient), None, None  # the gradient may be NaN
+        return gradient * ctx.scale, None, None
