@@ -83,8 +83,9 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         num_replicas: Chunks of every loader batch, each with its own batch norm statistics and random numbers; by
             default one per rank. A rank computes several one after another. It needs `split_batches`.
         split_batches: True if the training loader's batches are the global batches: every rank takes its contiguous
-            chunk of each, cut as `torch.chunk` cuts, in the order of one process. The mean is then over the samples of
-            the global batch. The default follows `equivalent_to`.
+            chunk of each, in the order of one process. Chunks differ by at most one sample, except that replicas are
+            cut as `torch.chunk` cuts. The mean is then over the samples of the global batch. The default follows
+            `equivalent_to`.
         max_device_batch_size: With `split_batches`, the most samples that a rank computes at once. It computes larger
             chunks in pieces, within one step of Lightning, with the same result.
         lr_scaling: How the learning rate follows the ratio of the global batch to the base batch: `"none"`, `"linear"`,

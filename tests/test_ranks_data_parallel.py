@@ -63,6 +63,7 @@ RUNS = [
     *(("byhand", Place(size, size), 1, {}) for size in (2, 3)),
     *((name, Place(4, 3), 1, FLOAT32) for name in ("cnn", "masked")),
     ("cnn", Place(4, 3), 1, SPLIT),
+    ("cnn", Place(3, 3), 1, {"num_replicas": None}),
     ("cnn", Place(4, 2), 3, {"reproducible": True}),
     ("masked", Place(3, 1), 2, {"reproducible": True}),
     # One replica, of all ranks together.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from cases import CLEARS, LOOPS, NAN, OF_DDP, OF_SHARDED, WAYS, Case, Fails, Steep, root
 from test_ranks_cases import WAY_OF, Grads, by_hand
 
-from lightning_gradavg.batches.chunks import chunk_bounds
+from lightning_gradavg.batches.chunks import even_bounds
 from lightning_gradavg.reduction.reference import combine
 from lightning_gradavg.rules import RULES, resolve_rule, rule_of_split_batches
 
@@ -96,7 +96,7 @@ class Drawn:
         for _ in range(ends[-1]):
             sizes = [3 if even else draw.randint(1, 5) for _ in self.nodes]
             if self.way == "split":
-                sizes = [stop - start for start, stop in chunk_bounds(sum(sizes), self.size)]
+                sizes = [stop - start for start, stop in even_bounds(sum(sizes), self.size)]
             self.samples.append([torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes])
 
     @property

@@ -148,7 +148,11 @@ class SplitBatches(Batches):
             )
         options = self._options
         self._split = Split(
-            run.world.rank, run.world.size, options.num_replicas, options.max_device_batch_size, options.replicated
+            run.world.rank,
+            run.world.size,
+            replicas=options.shaping_replicas(run.world.size),
+            max_samples=options.max_device_batch_size,
+            whole=options.replicated,
         )
         self._progress, self._injects_samplers = Progress(run.loop), injects_samplers(run.trainer)
 
