@@ -402,7 +402,9 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         self._reduction.observer = self._reports.begin_step(self._reduction.window) if watched else None
         step = Step(forward, self._backward_within_step, self._reduction, self._batches)
         output = self._replicas.run_step(step, *arguments)
-        return self._reduction.agree(output) if self._reduction.judges else output
+        if self._reduction.judges and not self._reduction.run.loop.skips_backward:
+            return self._reduction.agree(output)
+        return output
 
     @property
     @override

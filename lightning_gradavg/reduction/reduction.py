@@ -140,7 +140,7 @@ class Reduction(Part):
     def read(self, output: Any, samples: float | None, batch: Any) -> Any:
         """Return the output of a forward of `batch` with a weighed loss; `samples` as in `Weights.read`."""
         self._batch = batch
-        if self.is_manual:  # Lightning takes no loss from it
+        if self.is_manual or self.run.loop.skips_backward:  # Lightning runs no backward from it
             return output
         named = output if isinstance(output, Mapping) else {"loss": output}
         loss, weight = named.get("loss"), named.get("weight")
