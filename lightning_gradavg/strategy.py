@@ -7,6 +7,7 @@ matters, it is that of these calls.
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -35,6 +36,7 @@ from lightning_gradavg.fingerprint import combined, state_digests
 from lightning_gradavg.launch import plain, require_launch
 from lightning_gradavg.loaders import loader_batch_size
 from lightning_gradavg.options import Options, StrategyFacts, options_of_ddp
+from lightning_gradavg.own_collectives import is_answered_for, ours, refusal, refused_in_training_step
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.random_state import random_state, restore_random_state
 from lightning_gradavg.ranks import World
@@ -401,10 +403,20 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         watched = self._reports.observing
         self._reduction.observer = self._reports.begin_step(self._reduction.window) if watched else None
         step = Step(forward, self._backward_within_step, self._reduction, self._batches)
-        output = self._replicas.run_step(step, *arguments)
+        with self._own_collectives():
+            output = self._replicas.run_step(step, *arguments)
         if self._reduction.judges and not self._reduction.run.loop.skips_backward:
             return self._reduction.agree(output)
         return output
+
+    def _own_collectives(self) -> AbstractContextManager[None]:
+        """Refuse the user's own collectives in a training step that some ranks have no samples in."""
+        if not self._batches.idle:
+            return nullcontext()
+        # A mode may change which kernels run, and so the last bits. Under `reproducible` the ranks with samples run
+        # none, and hear of the refusal when the rank that has none ends.
+        watched = not (self._options.reproducible and self._batches.has_samples)
+        return refused_in_training_step(self._reduction.run.module, self._batches.idle, watched=watched)
 
     @property
     @override
@@ -453,20 +465,18 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         averages = str(reduce_op).lower() in ("mean", "avg")
         exact = averages and (self._options.split_batches or self._options.exact_evaluation or self._batches.joins)
         reduced = _widened(tensor) if exact else tensor
-        if averages and group is None and (having := self._batches.having) is not None:
+        if averages and self._batches.idle and isinstance(reduced, Tensor):
             # A mean over the ranks that have samples in the step that runs.
-            return super().reduce(self._batches.counted(reduced), None, "sum") / having
+            ranks = set(dist.get_process_group_ranks(group)) - set(self._batches.idle)
+            with ours():
+                return super().reduce(self._batches.counted(reduced), group, "sum") / max(len(ranks), 1)
         return reduced if group is None and self._evaluation.alone() else super().reduce(reduced, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         require_allowed()
-        if (having := self._batches.having) is not None:
-            raise RuntimeError(
-                f"training_step calls self.all_gather, but {self.world_size - having} of {self.world_size} ranks have"
-                " no samples in this step, and would bring samples of others. Use lightning_gradavg.gather, to which"
-                " they bring no rows, or give every rank samples of each batch, as with drop_last=True."
-            )
+        if self._batches.idle and not is_answered_for():
+            raise RuntimeError(refusal("self.all_gather", self._batches.idle))
         # `LightningModule.all_gather` passes the group of all ranks for None.
         if group in (None, dist.group.WORLD) and self._evaluation.alone():
             return tensor.expand(self.world_size, *tensor.shape)

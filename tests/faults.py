@@ -89,6 +89,11 @@ def be_late(returned: Any) -> Any:
     return returned
 
 
+def sum_over_ranks(returned: Any) -> Any:
+    dist.all_reduce(torch.ones(1))
+    return returned
+
+
 def to_nothing(returned: Any) -> None:
     return None
 
@@ -104,6 +109,7 @@ def train(
     resume: str | None = None,
     keep: dict[str, Any] | None = None,
     epochs: int = 1,
+    samples: int = 4,
     folder: str,
     **options: Any,
 ) -> int:
@@ -116,7 +122,7 @@ def train(
         callbacks=[ModelCheckpoint(folder, **(keep or {"save_top_k": -1}))],
         **options,
     )
-    batches = loader([[1.0, 2.0, 3.0, 4.0]] * 5)
+    batches = loader([[1.0, 2.0, 3.0, 4.0][:samples]] * 5)
     trainer.fit(model(moment, act, rank, **(toy or {})), batches, loader([[0.0]]), ckpt_path=resume)
     return trainer.global_step
 
@@ -166,6 +172,8 @@ _OWN = "ValueError: the user's own error"
 _LOST = "nothing was heard from rank {}: lost, killed or stuck"
 _START: dict[str, Any] = {"body": train_apart}
 _PIECES = {"equivalent_to": "data_parallel", "num_replicas": 4}
+_FIXED = {"reproducible": True, "num_replicas": 2}
+_REFUSED = "training_step runs the collective c10d::allreduce_, but rank 1 has no samples in this step"
 
 # What ends a rank, what it says, its exit code, and what the other says.
 _ACTS = {
@@ -193,6 +201,9 @@ FAULTS = {
     "SIGTERM": Fault("SIGTERMException", act=terminate, logged=False),
     "Ctrl-C": Fault("rank 1 ended with KeyboardInterrupt", "SystemExit: 1", act=interrupt),
     "a rank comes after the timeout": Fault(_LOST.format(1), "all ranks say the same", act=be_late, full=True),
+    **{f"a collective of a rank without samples, {name}": Fault(
+        f"rank 1 ended with RuntimeError: {_REFUSED}", _REFUSED, act=sum_over_ranks, samples=1, strategy=strategy)
+       for name, strategy in {"split": {"split_batches": True}, "reproducible": _FIXED}.items()},
     "None from training_step": Fault(
         "rank 1 ended with RuntimeError: training_step returned no loss on rank 1", "nonfinite='skip_step'",
         act=to_nothing),

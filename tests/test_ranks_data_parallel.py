@@ -185,7 +185,7 @@ REFUSED: list[tuple[str, Kind, Options, str]] = [
     ("RuntimeError", "gathers", parallel(), "training_step gathers over the ranks"),
     ("RuntimeError", "all-gathers", PARTS, "training_step gathers over the ranks"),
     ("RuntimeError", "reduces a metric", parallel(), "training_step gathers over the ranks"),
-    ("RuntimeError", "all-gathers", single(), "calls self.all_gather, but 1 of 2 ranks have no samples"),
+    ("RuntimeError", "all-gathers", single(), "runs the collective self.all_gather, but rank 1 has no samples"),
     ("RuntimeError", "assigns a buffer", single(), "assigned or made the buffers center"),
     ("RuntimeError", "assigns a buffer of None", PARTS, "assigned or made the buffers center"),
     ("RuntimeError", "makes a buffer", parallel(), "assigned or made the buffers center"),

@@ -82,7 +82,6 @@ class Chunk(NamedTuple):
             whose batches have no common number.
         batch_samples: Number of samples of the loader batch.
         layout: Number of pieces that count, of each rank.
-        ranks: Number of ranks that have samples.
     """
 
     pieces: Sequence[Piece]
@@ -91,7 +90,6 @@ class Chunk(NamedTuple):
     samples: int | None
     batch_samples: int
     layout: tuple[int, ...]
-    ranks: int
 
     @property
     def stand_in(self) -> bool:
@@ -99,7 +97,7 @@ class Chunk(NamedTuple):
         return self.samples == 0
 
 
-STAND_IN = Chunk([Piece(None, 0, 0)], start=0, stop=0, samples=0, batch_samples=0, layout=(), ranks=0)
+STAND_IN = Chunk([Piece(None, 0, 0)], start=0, stop=0, samples=0, batch_samples=0, layout=())
 """Of a rank that has no loader batch: what it computes is another one."""
 
 
@@ -146,7 +144,7 @@ def _cut(split: Split, size: int) -> Chunk:
     stand_in = Piece(None, 0, min(max(bounds[0][1], _STAND_IN_SAMPLES), size, most))
     pieces, layout = owned[split.rank] or [stand_in], tuple(map(len, owned))
     samples = sum(piece.samples for piece in pieces)
-    return Chunk(pieces, pieces[0].start, pieces[-1].stop, samples, size, layout, sum(map(bool, layout)))
+    return Chunk(pieces, pieces[0].start, pieces[-1].stop, samples, size, layout)
 
 
 def _pieces(replica: int, start: int, stop: int, most: int, ranks: int) -> Iterator[Piece]:

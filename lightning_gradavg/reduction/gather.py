@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_gradavg.own_collectives import ours
 from lightning_gradavg.ranks import Contribution, World, on_ranks
 from lightning_gradavg.reduction.average import Refusals, checked_weight, refuse
 from lightning_gradavg.reduction.reference import rank_factors
@@ -33,6 +34,7 @@ WITHIN: ContextVar[str | None] = ContextVar("within", default=None)
 """None where losses are not weighed, "" where they are, and there else why `gather` is refused."""
 
 
+@ours()
 def gather(
     tensors: T,
     *,

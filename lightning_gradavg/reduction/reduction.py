@@ -122,6 +122,7 @@ class Reduction(Part):
     def begin_step(self, batch: Any, missing: int = 0) -> None:
         """Note the batch of a training step, which `missing` ranks don't have, and drop losses without a backward."""
         self._batch, self.pending = batch, None
+        self._skips_backward = self.run.loop.skips_backward
         self.window.begin_step(anew=not self.is_manual and self._begins_window)
         if not self.is_manual:
             self.window.loss_divisor = self._expected
@@ -140,7 +141,7 @@ class Reduction(Part):
     def read(self, output: Any, samples: float | None, batch: Any) -> Any:
         """Return the output of a forward of `batch` with a weighed loss; `samples` as in `Weights.read`."""
         self._batch = batch
-        if self.is_manual or self.run.loop.skips_backward:  # Lightning runs no backward from it
+        if self.is_manual or self._skips_backward:  # Lightning runs no backward from it
             return output
         named = output if isinstance(output, Mapping) else {"loss": output}
         loss, weight = named.get("loss"), named.get("weight")
