@@ -145,6 +145,11 @@ class TrainingLoop:
     ready, processed, completed = map(_of_epoch, ("ready", "processed", "completed"))
 
     @property
+    def skips_backward(self) -> bool:
+        """Whether training steps run without a backward, as where weight averaging (SWA) updates batch norm."""
+        return bool(self._loop._skip_backward)
+
+    @property
     def accumulates(self) -> bool:
         """Whether the window goes on after the batch in training."""
         return bool(self._loop._should_accumulate())

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lightning_gradavg.arguments import as_count
-from lightning_gradavg.batches.chunks import chunk_bounds
+from lightning_gradavg.batches.chunks import even_bounds
 from lightning_gradavg.rates.scaling import SCALINGS, Scaling, as_positive, scale_limit, scaled_steps
 
 __all__ = ["OPTIMIZERS", "Recipe", "counted", "make_plan"]
@@ -123,8 +123,8 @@ def _notes(recipe: Recipe, ours: _Row, even: list[int], most_at_once: int | None
     """Return what the numbers of a plan do not say by themselves."""
     total, ranks, most = ours["global_batch_size"], ours["world_size"], ours["chunks"][0]["micro_batch_size"]
     notes = {
-        f"{counted(total, 'sample')} cannot be shared evenly by {counted(ranks, 'device')}: they are cut as torch.chunk"
-        " cuts them, which reduction='weighted_mean' makes exact. Nearest global batches that divide evenly:"
+        f"{counted(total, 'sample')} cannot be shared evenly by {counted(ranks, 'device')}: some get one more than"
+        " others, which reduction='weighted_mean' makes exact. Nearest global batches that divide evenly:"
         f" {' and '.join(map(str, even))}.": total not in even,
         f"A device holds {most} samples at once, and {recipe.batch_size} in the base run. If memory does not allow"
         f" that, give max_device_batch_size={recipe.batch_size}.": most_at_once is None and most > recipe.batch_size,
@@ -186,7 +186,7 @@ def make_plan(
     at_once = total if max_device_batch_size is None else as_count("max_device_batch_size", max_device_batch_size)
     share, batch = recipe.batch_size * recipe.accumulate_grad_batches, recipe.batch_size
     base, stock = (_run(recipe, {share: each}, loader=batch, at_once=batch) for each in (recipe.devices, ranks))
-    chunks = Counter(stop - start for start, stop in chunk_bounds(total, ranks))
+    chunks = Counter(stop - start for start, stop in even_bounds(total, ranks))
     ours = _run(recipe, chunks, loader=total, at_once=at_once, shortened=total / base_size)
     even = [size for size in sorted({total - total % ranks, total + -total % ranks}) if size]
     return {

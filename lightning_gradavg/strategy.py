@@ -7,6 +7,7 @@ matters, it is that of these calls.
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -34,6 +35,7 @@ from lightning_gradavg.fingerprint import combined, state_digests
 from lightning_gradavg.launch import plain, require_launch
 from lightning_gradavg.loaders import loader_batch_size
 from lightning_gradavg.options import Options, StrategyFacts, options_of_ddp
+from lightning_gradavg.own_collectives import is_answered_for, ours, refusal, refused_in_training_step
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.random_state import random_state, restore_random_state
 from lightning_gradavg.ranks import World
@@ -82,8 +84,9 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         num_replicas: Chunks of every loader batch, each with its own batch norm statistics and random numbers; by
             default one per rank. A rank computes several one after another. It needs `split_batches`.
         split_batches: True if the training loader's batches are the global batches: every rank takes its contiguous
-            chunk of each, cut as `torch.chunk` cuts, in the order of one process. The mean is then over the samples of
-            the global batch. The default follows `equivalent_to`.
+            chunk of each, in the order of one process. Chunks differ by at most one sample, except that replicas are
+            cut as `torch.chunk` cuts. The mean is then over the samples of the global batch. The default follows
+            `equivalent_to`.
         max_device_batch_size: With `split_batches`, the most samples that a rank computes at once. It computes larger
             chunks in pieces, within one step of Lightning, with the same result.
         lr_scaling: How the learning rate follows the ratio of the global batch to the base batch: `"none"`, `"linear"`,
@@ -406,8 +409,20 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             begins_window = self._reduction.is_at_window_start()
             self._reduction.observer = self._reports.begin_step(begins_window=begins_window)
         step = Step(forward, self._backward_within_step, self._reduction, self._batches)
-        output = self._replicas.run_step(step, *arguments)
-        return self._reduction.agree(output) if self._reduction.judges else output
+        with self._own_collectives():
+            output = self._replicas.run_step(step, *arguments)
+        if self._reduction.judges and not self._reduction.run.loop.skips_backward:
+            return self._reduction.agree(output)
+        return output
+
+    def _own_collectives(self) -> AbstractContextManager[None]:
+        """Refuse the user's own collectives in a training step that some ranks have no samples in."""
+        if not self._batches.idle:
+            return nullcontext()
+        # A mode may change which kernels run, and so the last bits. Under `reproducible` the ranks with samples run
+        # none, and hear of the refusal when the rank that has none ends.
+        watched = not (self._options.reproducible and self._batches.has_samples)
+        return refused_in_training_step(self._reduction.run.module, self._batches.idle, watched=watched)
 
     @property
     @override
@@ -458,9 +473,11 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         averages = str(reduce_op).lower() in ("mean", "avg")
         exact = averages and (self._options.split_batches or self._options.exact_evaluation or self._batches.joins)
         reduced = _widened(tensor) if exact else tensor
-        if averages and group is None and (having := self._batches.having) is not None:
+        if averages and self._batches.idle and isinstance(reduced, Tensor):
             # A mean over the ranks that have samples in the step that runs.
-            return super().reduce(self._batches.counted(reduced), None, "sum") / having
+            ranks = set(dist.get_process_group_ranks(group)) - set(self._batches.idle)
+            with ours():
+                return super().reduce(self._batches.counted(reduced), group, "sum") / max(len(ranks), 1)
         return reduced if group is None and self._evaluation.alone() else super().reduce(reduced, group, reduce_op)
 
     @override
@@ -468,12 +485,8 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         if self._faults.ends_apart():
             return super().all_gather(tensor, group, sync_grads)
         require_gather_allowed()
-        if (having := self._batches.having) is not None:
-            raise RuntimeError(
-                f"training_step calls self.all_gather, but {self.world_size - having} of {self.world_size} ranks have"
-                " no samples in this step, and would bring samples of others. Use lightning_gradavg.gather, to which"
-                " they bring no rows, or give every rank samples of each batch, as with drop_last=True."
-            )
+        if self._batches.idle and not is_answered_for():
+            raise RuntimeError(refusal("self.all_gather", self._batches.idle))
         # `LightningModule.all_gather` passes the group of all ranks for None.
         if group in (None, dist.group.WORLD) and self._evaluation.alone():
             return tensor.expand(self.world_size, *tensor.shape)

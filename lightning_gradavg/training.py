@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_gradavg.batches.part import Batches
 from lightning_gradavg.faults.collectives import Collectives
 from lightning_gradavg.launch import Registered, require_one_run
+from lightning_gradavg.own_collectives import answer_for
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.reduction import Reduction
@@ -59,6 +60,19 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
         for part in reversed(self._begun):
             part.teardown()
         super().teardown()
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether this rank has samples in the training step that runs, or ran last.
+
+        A rank that has none of a batch, or no batch left, runs `training_step` all the same, on samples that do not
+        count. Gradients, logged values, metrics and buffers leave them out; lists of your own don't.
+
+        A `training_step` that asks this answers for its collectives: `dist.all_reduce` and the like are an error in
+        such a step unless it asks on every rank. See docs/uneven.md.
+        """
+        answer_for()
+        return self._batches.has_samples
 
     @override
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:

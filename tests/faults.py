@@ -147,6 +147,10 @@ def exchange_other_shapes(returned: Any) -> Any:
     """Gather 3 numbers on rank 0, and 5 on rank 1."""
     mine = torch.ones(3 + 2 * dist.get_rank())
     dist.all_gather([torch.empty_like(mine), torch.empty_like(mine)], mine)
+
+
+def sum_over_ranks(returned: Any) -> Any:
+    dist.all_reduce(torch.ones(1))
     return returned
 
 
@@ -166,6 +170,7 @@ def train(
     keep: dict[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
     epochs: int = 1,
+    samples: int = 4,
     folder: str,
     **options: Any,
 ) -> int:
@@ -179,7 +184,7 @@ def train(
         default_root_dir=folder,
         **options,
     )
-    batches = loader([[1.0, 2.0, 3.0, 4.0]] * 5)
+    batches = loader([[1.0, 2.0, 3.0, 4.0][:samples]] * 5)
     trainer.fit(model(moment, act, rank, **(toy or {})), batches, loader([[0.0]]), ckpt_path=resume)
     return trainer.global_step
 
@@ -269,6 +274,8 @@ _OWN = "ValueError: the user's own error"
 _LOST = "nothing was heard from rank {}: lost, killed or stuck"
 _START: dict[str, Any] = {"body": train_apart}
 _PIECES = {"equivalent_to": "data_parallel", "num_replicas": 4}
+_FIXED = {"reproducible": True, "num_replicas": 2}
+_REFUSED = "training_step runs the collective c10d::allreduce_, but rank 1 has no samples in this step"
 
 # What ends a rank, what it says, its exit code, and what the other says.
 _ACTS = {
@@ -351,6 +358,9 @@ FAULTS = {
     "SIGTERM": Fault("SIGTERMException", act=terminate, logged=False),
     "Ctrl-C": Fault("rank 1 ended with KeyboardInterrupt", "SystemExit: 1", act=interrupt),
     "a rank comes after the timeout": Fault(_LOST.format(1), "all ranks say the same", act=be_late, full=True),
+    **{f"a collective of a rank without samples, {name}": Fault(
+        f"rank 1 ended with RuntimeError: {_REFUSED}", _REFUSED, act=sum_over_ranks, samples=1, strategy=strategy)
+       for name, strategy in {"split": {"split_batches": True}, "reproducible": _FIXED}.items()},
     "None from training_step": Fault(
         "rank 1 ended with RuntimeError: training_step returned no loss on rank 1", "nonfinite='skip_step'",
         act=to_nothing),

@@ -21,7 +21,7 @@ from ranks import grid
 from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from lightning_gradavg.batches.chunks import Chunk, Collated, Split, chunk_bounds, cut_pieces
+from lightning_gradavg.batches.chunks import Chunk, Collated, Split, chunk_bounds, cut_pieces, even_bounds
 from lightning_gradavg.batches.loader import SplitLoader
 from lightning_gradavg.ranks import World
 
@@ -34,7 +34,11 @@ LIMITS = st.none() | st.integers(min_value=1, max_value=7)
 
 @given(size=st.integers(1, 40), world_size=st.integers(1, 6), replicas=st.none() | st.integers(1, 8), limit=LIMITS)
 def test_pieces_cover_the_batch_once(size: int, world_size: int, replicas: int | None, limit: int | None) -> None:
-    """The ranks' pieces hold every sample once, in order, and never too many: the chunks are those of `torch.chunk`."""
+    """The ranks' pieces hold every sample once, in order, and never too many.
+
+    Replicas are those of `torch.chunk`, of which a rank has at most one more than another. Without replicas that holds
+    for samples, and only a batch smaller than the number of ranks leaves one without.
+    """
     limit = limit if replicas is None else None
     chunks = [Split(rank, world_size, replicas, limit).cut(size) for rank in range(world_size)]
 
@@ -42,9 +46,18 @@ def test_pieces_cover_the_batch_once(size: int, world_size: int, replicas: int |
     pieces = [piece for own in counted for piece in own]
     assert list(range(size)) == [sample for _, start, stop in pieces for sample in range(start, stop)]
     assert len(pieces) == len({piece.replica for piece in pieces})
-    bounds = chunk_bounds(size, replicas or world_size)
-    chunked = [(int(chunk[0]), int(chunk[-1]) + 1) for chunk in torch.arange(size).chunk(len(bounds))]
-    assert (replicas or world_size, chunked) == (len(bounds), [(start, stop) for start, stop in bounds if start < stop])
+    if replicas is None:
+        bounds = even_bounds(size, world_size)
+        sizes = [chunk.samples or 0 for chunk in chunks]
+        assert sizes == sorted(sizes, reverse=True)
+        assert sizes[0] - sizes[-1] <= 1
+        assert any(chunk.stand_in for chunk in chunks) == (size < world_size)
+    else:
+        bounds = chunk_bounds(size, replicas)
+        chunked = [(int(chunk[0]), int(chunk[-1]) + 1) for chunk in torch.arange(size).chunk(replicas)]
+        assert (replicas, chunked) == (len(bounds), [(start, stop) for start, stop in bounds if start < stop])
+        if size % replicas == 0:
+            assert max(map(len, counted)) - min(map(len, counted)) <= 1
     for rank, (chunk, own) in enumerate(zip(chunks, counted, strict=True)):
         assert (chunk.start, chunk.stop) == (chunk.pieces[0].start, chunk.pieces[-1].stop)
         assert 0 <= chunk.start < chunk.stop <= size

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch import seed_everything
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from ranks import PLAIN_DATA_ONLY, make_trainer
 from torch.utils.data import DataLoader
 from toys import Memory, Toy
@@ -125,6 +125,18 @@ def test_the_names():
     registered = {name for name in StrategyRegistry if "gradavg" in name}
     assert {*words(of_loops), *words(of_trainer)} == registered
     assert words(of_loops) == sorted(name for name in STRATEGY_REGISTRY if name.startswith("gradavg"))
+
+
+def test_the_names_of_a_strategy():
+    """What users read and call on it; the rest of its public names are Lightning's."""
+    expected = (
+        "facts fingerprint global_batch_size has_samples lr_scale names num_replicas observe_next_step observing report"
+        " state_digests"
+    )
+    public = {name for name in dir(GradAvgStrategy) if not name.startswith("_")} - {*dir(DDPStrategy)}
+    assert words(expected) == sorted(public)
+    assert isinstance(package.GradAvgModelParallelStrategy.has_samples, property)
+    assert isinstance(fabric.GradAvgStrategy.samples, property)
 
 
 @pytest.mark.parametrize(

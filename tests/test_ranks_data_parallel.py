@@ -63,6 +63,7 @@ RUNS = [
     *(("byhand", Place(size, size), 1, {}) for size in (2, 3)),
     *((name, Place(4, 3), 1, FLOAT32) for name in ("cnn", "masked")),
     ("cnn", Place(4, 3), 1, SPLIT),
+    ("cnn", Place(3, 3), 1, {"num_replicas": None}),
     ("cnn", Place(4, 2), 3, {"reproducible": True}),
     ("masked", Place(3, 1), 2, {"reproducible": True}),
     # One replica, of all ranks together.
@@ -186,7 +187,7 @@ REFUSED: list[tuple[str, Kind, Options, str]] = [
     ("RuntimeError", "takes a global mean", PARTS, "training_step exchanges values with the other ranks"),
     ("RuntimeError", "all-gathers", PARTS, "training_step exchanges values with the other ranks"),
     ("RuntimeError", "reduces a metric", parallel(), "training_step exchanges values with the other ranks"),
-    ("RuntimeError", "all-gathers", single(), "calls self.all_gather, but 1 of 2 ranks have no samples"),
+    ("RuntimeError", "all-gathers", single(), "runs the collective self.all_gather, but rank 1 has no samples"),
     ("RuntimeError", "assigns a buffer", single(), "assigned or made the buffers center"),
     ("RuntimeError", "assigns a buffer of None", PARTS, "assigned or made the buffers center"),
     ("RuntimeError", "makes a buffer", parallel(), "assigned or made the buffers center"),

@@ -31,7 +31,7 @@ from cases import (
 )
 from test_ranks_cases import WAY_OF, Grads, by_hand
 
-from lightning_gradavg.batches.chunks import chunk_bounds
+from lightning_gradavg.batches.chunks import even_bounds
 from lightning_gradavg.reduction.reference import combine
 from lightning_gradavg.rules import RULES, resolve_rule, rule_of_split_batches
 
@@ -135,7 +135,7 @@ class Drawn:
         of_sizes = [[3 if even else draw.randint(1, 5) for _ in self.nodes] for _ in range(count)]
         of_sizes[:steady] = of_sizes[:1] * steady
         if self.way == "split":
-            of_sizes = [[stop - start for start, stop in chunk_bounds(sum(sizes), self.size)] for sizes in of_sizes]
+            of_sizes = [[stop - start for start, stop in even_bounds(sum(sizes), self.size)] for sizes in of_sizes]
         generator = torch.Generator().manual_seed(self.seed)
         self.samples = [
             [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes] for sizes in of_sizes

@@ -16,12 +16,13 @@ from toys import approx, same_everywhere, train
     [
         (4, (24, 12), None, "mean"),
         (4, (5, 5), None, "weighted_mean"),
+        (4, (6, 3), None, "weighted_mean"),
         (3, (24, 12), 1, "weighted_mean"),
         (2, (1, 1), 2, "mean"),
     ],
 )
 def test_gradient_of_a_global_batch(world, world_size, sizes, limit, reduction):
-    """Cases 23 and 27: batches of 12 are 2 steps, and 5 samples over 4 ranks are 2, 2, 1, 0: the mean over all."""
+    """Cases 23 and 27: batches of 12 are 2 steps, and 5 samples over 4 ranks are 2, 1, 1, 1: the mean over all."""
     size, batch = sizes
     batches = [[float(x) for x in range(1 + start, 1 + min(start + batch, size))] for start in range(0, size, batch)]
     strategy = {"split_batches": True, "reduction": reduction, "max_device_batch_size": limit}
@@ -94,7 +95,7 @@ REPLICAS, UNEQUAL = {"num_replicas": 4}, [Order("list", 8, 8), Order("list", 5, 
 UNWEIGHED = "the number of samples cannot be read from a batch of type list"
 REFUSED: list[tuple[list[Order], dict[str, Any], dict[str, Any], str]] = [
     # What is read, options of the strategy, of the run, and what the errors of all 3 ranks say; one has no samples.
-    (UNEQUAL, REPLICAS, {}, "now 8 samples in 2 + 2 + 0 pieces and 5 samples in 2 + 1 + 0 pieces on the ranks"),
+    (UNEQUAL, REPLICAS, {}, "now 8 samples in 2 + 1 + 1 pieces and 5 samples in 2 + 1 + 0 pieces on the ranks"),
     ([Order("list", 8, 8)], REPLICAS, {"hook": changed}, "samples where the train loader yielded"),
     (TWO, REPLICAS, {"hook": lengthened}, "is not as the train loader yielded it"),
     # 3, 3 and 2 samples of one beside 2, 2 and 1 of the other: no loader's samples weigh a loss over both.

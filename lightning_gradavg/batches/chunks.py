@@ -1,11 +1,19 @@
-"""Which samples of a loader batch a rank computes: the chunks of the batch, cut as `torch.chunk` cuts.
+"""Which samples of a loader batch a rank computes.
 
-    loader batch --chunk_bounds--> R replicas --chunk_bounds--> W ranks --at most m samples each--> pieces
+There are two cases:
 
-Where R is given, a rank's pieces are its replicas, and none is cut further; else R is W.
+1. Replicas are reproduced, so their sizes change the result: they are those of `torch.chunk`. Which rank computes a
+   replica changes nothing: the ranks share the replicas evenly.
+
+       loader batch --chunk_bounds--> R replicas --even_bounds--> W ranks
+
+2. Any cut of the batch gives the same result: the ranks share the samples evenly.
+
+       loader batch --even_bounds--> W ranks --at most m samples each--> pieces
 
 A rank without samples of a batch gets a *stand-in*: the first samples of the same batch, computed like any other, of
-weight 0. A stand-in holds two samples where it can, so that batch norm can normalize it. Rank 0 always has samples.
+weight 0. A stand-in holds two samples where it can, so that batch norm can normalize it. Rank 0 always has samples. In
+the second case, only a batch of fewer samples than ranks leaves a rank without any.
 """
 
 from __future__ import annotations
@@ -13,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -33,6 +42,17 @@ def chunk_bounds(size: int, parts: int) -> tuple[tuple[int, int], ...]:
     """
     step = -(-size // parts)
     return tuple((min(part * step, size), min((part + 1) * step, size)) for part in range(parts))
+
+
+@lru_cache(maxsize=256)
+def even_bounds(size: int, parts: int) -> tuple[tuple[int, int], ...]:
+    """Return the bounds of `parts` contiguous parts of `size` items, whose sizes differ by at most 1.
+
+    The larger parts come first, so an empty one never comes before another: 4 over 3 gives 2, 1, 1.
+    """
+    smaller, larger_parts = divmod(size, parts)
+    starts = [part * smaller + min(part, larger_parts) for part in range(parts + 1)]
+    return tuple(pairwise(starts))
 
 
 class Piece(NamedTuple):
@@ -62,7 +82,6 @@ class Chunk(NamedTuple):
             whose batches have no common number.
         batch_samples: Number of samples of the loader batch.
         layout: Number of pieces that count, of each rank.
-        ranks: Number of ranks that have samples.
     """
 
     pieces: Sequence[Piece]
@@ -71,7 +90,6 @@ class Chunk(NamedTuple):
     samples: int | None
     batch_samples: int
     layout: tuple[int, ...]
-    ranks: int
 
     @property
     def stand_in(self) -> bool:
@@ -79,7 +97,7 @@ class Chunk(NamedTuple):
         return self.samples == 0
 
 
-STAND_IN = Chunk([Piece(None, 0, 0)], start=0, stop=0, samples=0, batch_samples=0, layout=(), ranks=0)
+STAND_IN = Chunk([Piece(None, 0, 0)], start=0, stop=0, samples=0, batch_samples=0, layout=())
 """Of a rank that has no loader batch: what it computes is another one."""
 
 
@@ -90,8 +108,8 @@ class Split:
     Attributes:
         rank: This rank.
         world_size: Number of ranks W.
-        replicas: Number of replicas R that every loader batch has. Rank r computes the r-th chunk of them: of 4
-            replicas, 3 ranks have 2, 2 and 0. None for W, each a rank's.
+        replicas: Number of replicas R that every loader batch has, as `torch.chunk` cuts them. Of 4 replicas, 3 ranks
+            have 2, 1 and 1. None where any cut gives the same result: each rank has an even part of the samples.
         max_samples: Most samples m of a piece; None for no limit, and where R is given.
         whole: Whether batches are those of one process in all that random numbers, padding and mixing make of them.
     """
@@ -116,15 +134,17 @@ class Split:
 def _cut(split: Split, size: int) -> Chunk:
     if size < 1:
         raise ValueError("a loader batch has no samples: leave out empty batches")
-    bounds, most = chunk_bounds(size, split.chunks), split.max_samples or size
+    cut = even_bounds if split.replicas is None else chunk_bounds
+    bounds = cut(size, split.chunks)
+    most = split.max_samples or size
     owned = [
         [piece for replica in range(*of_rank) for piece in _pieces(replica, *bounds[replica], most, split.world_size)]
-        for of_rank in chunk_bounds(split.chunks, split.world_size)
+        for of_rank in even_bounds(split.chunks, split.world_size)
     ]
     stand_in = Piece(None, 0, min(max(bounds[0][1], _STAND_IN_SAMPLES), size, most))
     pieces, layout = owned[split.rank] or [stand_in], tuple(map(len, owned))
     samples = sum(piece.samples for piece in pieces)
-    return Chunk(pieces, pieces[0].start, pieces[-1].stop, samples, size, layout, sum(map(bool, layout)))
+    return Chunk(pieces, pieces[0].start, pieces[-1].stop, samples, size, layout)
 
 
 def _pieces(replica: int, start: int, stop: int, most: int, ranks: int) -> Iterator[Piece]:

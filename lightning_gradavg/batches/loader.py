@@ -195,10 +195,10 @@ def _may_be_read_in_parts(loader: DataLoader[Any]) -> bool:
 def split_batches(loader: Any, *, group: dist.ProcessGroup | None = None) -> SplitLoader:
     """Return a loader that yields this rank's chunk of each batch of `loader`, which is the global batch.
 
-    Every rank gets its contiguous chunk, cut as `torch.chunk` cuts, in the order of one process. Samplers are used
-    unchanged, with the random state of rank 0. A rank loads only its own samples. If a short batch leaves a rank none,
-    it gets a sample of another rank, to take part in the backward, and `samples` of the returned loader is 0: the
-    weight of that batch.
+    Every rank gets its contiguous chunk, in the order of one process. Chunks differ by at most one sample: 4 on 3 ranks
+    are 2, 1 and 1. Samplers are used unchanged, with the random state of rank 0. A rank loads only its own samples. If
+    a batch has fewer samples than there are ranks, a rank that gets none has a sample of another rank, to take part in
+    the backward, and `samples` of the returned loader is 0: the weight of that batch.
 
     Creating the loader and iterating over it are collective operations.
 

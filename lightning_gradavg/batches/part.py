@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
 
 from lightning_gradavg.batches.chunks import STAND_IN, Chunk, Split, cut_pieces
 from lightning_gradavg.batches.order import LoaderState, loader_state
@@ -37,32 +38,35 @@ class Batches(Part):
         stepping: Whether a training step runs.
         chunk: What stands behind the batch in training; None where it is the rank's own.
         missing: Number of ranks that have no batch of their own now.
+        without_samples: The ranks that have no samples of the batch in training.
     """
 
     joins = stepping = False
     chunk: Chunk | None = None
     missing = 0
+    without_samples: Sequence[int] = ()
 
     def setup(self, run: Run) -> None:
         """Forget an earlier run."""
         super().setup(run)
         self.joins, self.chunk, self.missing = False, None, 0
-        self._ranks = run.world.size  # whose batch in training counts
+        self.without_samples = ()
+        self._named = (-1, 0)  # the epoch in which those ranks were named, and their number
         self._loaders: list[Any] = []
 
     @property
-    def having(self) -> int | None:
-        """Within a training step whose samples count on some ranks only, the number of those; None else."""
-        return self._ranks if self.stepping and 0 < self._ranks < self.run.world.size else None
+    def idle(self) -> Sequence[int]:
+        """Within a training step, the ranks that have no samples in it; none outside of one."""
+        return self.without_samples if self.stepping else ()
 
     @property
-    def _counts(self) -> bool:
+    def has_samples(self) -> bool:
         """Whether the samples of the batch in training count, or only keep the rank busy."""
         return self.chunk is None or not self.chunk.stand_in
 
-    def counted(self, value: Any) -> Any:
-        """Return what this rank adds to a sum over those ranks."""
-        return value if self._counts else torch.zeros_like(value)
+    def counted(self, value: Tensor) -> Tensor:
+        """Return what this rank adds to a sum over the ranks that have samples."""
+        return value if self.has_samples else torch.zeros_like(value)
 
     def prepare_loaders(self, stage: str) -> None:
         """Forget the training loaders that are about to be replaced."""
@@ -93,9 +97,10 @@ class Batches(Part):
     def _arrive(self, epoch: Any, number: int) -> None:
         """Find what stands behind a batch."""
         fetched = self._behind(epoch, number)
-        world_size, loaders = self.run.world.size, len(self.run.loop.iterators)
-        self._ranks = min((each.tally.read()[0] for each in fetched if each is not None), default=world_size)
-        self.missing = world_size - self._ranks
+        world_size = self.run.world.size
+        loaders = len(self.run.loop.iterators)
+        having = [each.tally.read()[0] for each in fetched if each is not None]
+        self.missing = world_size - min(having, default=world_size)
         self.chunk = None if all(each is None or each.own for each in fetched) else STAND_IN
         if self.missing > 0 and loaders > 1:
             raise RuntimeError(
@@ -103,17 +108,30 @@ class Batches(Part):
                 " weight of the step can count one loader and not the other. Give all ranks the same number of batches,"
                 " or read them by one loader."
             )
+        self._name_ranks()
+
+    def _name_ranks(self) -> None:
+        """Find which ranks have no samples, if it is another number of them. A collective operation then.
+
+        A rank without batches gets none in the rest of the epoch.
+        """
+        found = (self.run.trainer.current_epoch, self.missing)
+        if found == self._named:
+            return
+        self._named = found
+        of_ranks = self.run.world.gather_integers([self.has_samples]) if self.missing > 0 else []
+        self.without_samples = [rank for rank, (has_samples,) in enumerate(of_ranks) if not has_samples]
 
     def training_step(self) -> AbstractContextManager[Any]:
         """Have a step whose samples do not count leave no trace."""
         if self.joins and self._fetches_within:
             return self._fetching()
-        return nullcontext() if self._counts else stand_in(self.run.module)
+        return nullcontext() if self.has_samples else stand_in(self.run.module)
 
     @contextmanager
     def _fetching(self) -> Iterator[None]:
         """Learn what stands behind the batch of a step that fetches it."""
-        with nullcontext() if self._counts else stand_in(self.run.module):
+        with nullcontext() if self.has_samples else stand_in(self.run.module):
             yield
         self._arrive(self.run.loop.epoch, self.run.loop.ready - 1)
         if self.missing > 0:
@@ -148,7 +166,11 @@ class SplitBatches(Batches):
             )
         options = self._options
         self._split = Split(
-            run.world.rank, run.world.size, options.num_replicas, options.max_device_batch_size, options.replicated
+            run.world.rank,
+            run.world.size,
+            replicas=options.shaping_replicas(run.world.size),
+            max_samples=options.max_device_batch_size,
+            whole=options.replicated,
         )
         self._progress, self._injects_samplers = Progress(run.loop), injects_samplers(run.trainer)
 
@@ -193,7 +215,8 @@ class SplitBatches(Batches):
         if not chunks:  # a user moves another batch to the device
             return
         _require_same_reach(chunks)
-        self.chunk, self._ranks = chunks[0], chunks[0].ranks
+        self.chunk = chunks[0]
+        self.without_samples = [rank for rank, pieces in enumerate(self.chunk.layout) if pieces == 0]
         differ = len({chunk.batch_samples for chunk in chunks}) > 1
         if differ and not self.chunk.stand_in and any(chunk.batch_samples % self._split.chunks for chunk in chunks):
             # The ranks' parts of the batches differ in proportion, so no loader's samples weigh a loss over several.

@@ -147,7 +147,8 @@ class Rates(Part):
 
     def on_train_batch_start(self) -> None:
         """Begin a batch, and with it a step. Callbacks may move batches at any other time."""
-        if self.run.loop.accumulation != self._accumulation:
+        # In its pass without backwards, SWA makes the window so long that Lightning takes no step.
+        if self.run.loop.accumulation != self._accumulation and not self.run.loop.skips_backward:
             self._set_batch()
         if self.scales and self.run.module.automatic_optimization and self.run.loop.between_batches:
             self.end()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_gradavg.own_collectives import ours
 from lightning_gradavg.ranks import Contribution, World
 from lightning_gradavg.reduction.guard import without_discarded_nan
 from lightning_gradavg.stand_in import STANDS_IN
@@ -53,6 +54,7 @@ def require_gather_allowed() -> None:
         raise RuntimeError(f"{reason}.")
 
 
+@ours()
 def gather(tensors: T, *, group: dist.ProcessGroup | None = None) -> T:
     """Return the ranks' tensors concatenated along dimension 0 in rank order, with gradients. Call it on every rank.
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_gradavg.own_collectives import ours
 from lightning_gradavg.ranks import Contribution, World
 from lightning_gradavg.reduction.gather import require_gather_allowed
 from lightning_gradavg.rules import is_number
@@ -27,6 +28,7 @@ __all__ = ["global_mean"]
 T = TypeVar("T")
 
 
+@ours()
 def global_mean(total: T, count: Any, *, group: dist.ProcessGroup | None = None) -> T:
     """Return the mean of a loss term over all ranks, from each rank's sum and count. Call it on every rank.
 

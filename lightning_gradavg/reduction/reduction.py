@@ -104,6 +104,7 @@ class Reduction(Part):
         self.observer: Observer | None = None
         self.pending: WeighedLoss | None = None
         self._batch: Any = None
+        self._skips_backward = False  # whether Lightning runs the step without a backward
         self._is_holding = False  # whether the next backwards stay local
         self._is_lost = False  # whether this rank has no loss in the running step, and nobody judges it
         self._has_reduced = False
@@ -206,6 +207,7 @@ class Reduction(Part):
         """Begin a training step with its batch, which `missing` ranks do not have."""
         self._batch = batch
         self.pending = None
+        self._skips_backward = self.run.loop.skips_backward
         self._kept_of_lost_step.add_back()
         if missing > 0:
             self._refuse_missing(missing)
@@ -246,7 +248,7 @@ class Reduction(Part):
             final: Whether it is the last forward of the step.
         """
         self._batch = batch
-        if self.is_manual:  # Lightning takes no loss from it
+        if self.is_manual or self._skips_backward:  # Lightning runs no backward from it
             return output
         is_named = isinstance(output, Mapping)
         if is_named and "loss" not in output:

@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_gradavg.lightning_internals import BatchNorm
 from lightning_gradavg.methods import replaced
+from lightning_gradavg.own_collectives import ours
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.guard import without_discarded_nan
 
@@ -108,7 +109,8 @@ class _Normalize(torch.autograd.Function):
         number = torch.full((1,), n, dtype=torch.float64, device=values.device)  # exact, unlike in float32
         row = torch.cat([variance.double(), mean.double(), number])
         of_ranks = row.new_empty(world.size, len(row))
-        dist.all_gather(list(of_ranks.unbind()), row, group=world.group)
+        with ours():
+            dist.all_gather(list(of_ranks.unbind()), row, group=world.group)
         total = of_ranks[:, -1].sum()
         if n <= 1 and total.item() == 1:  # only ranks with so few rows wait for an accelerator
             raise ValueError(

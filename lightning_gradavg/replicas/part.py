@@ -2,8 +2,9 @@
 
 All backwards but that of the last piece run within `training_step`, and their gradients stay on the rank: a rank holds
 the activations of one piece at a time. Lightning sees one step, runs the last backward, and reduces the gradients of
-all. What a piece computes depends neither on its rank nor on the pieces before it: each starts from the module's
-buffers and draws from its own stream. What the first piece writes into its buffers, the module keeps.
+all. Where Lightning runs no backward, no piece does. What a piece computes depends neither on its rank nor on the
+pieces before it: each starts from the module's buffers and draws from its own stream. What the first piece writes into
+its buffers, the module keeps.
 """
 
 from __future__ import annotations
@@ -170,7 +171,8 @@ class Replicas(OneForward):
             self._buffers.put_back()
             raise
         self._buffers.require_written_in_place()
-        if not self.run.module.automatic_optimization:
+        # Else the step ends after the backward, which may run parts of the forward again.
+        if not self.run.module.automatic_optimization or self.run.loop.skips_backward:
             self.end_step()
         return join_steps(outputs, [piece.samples for piece in pieces], self.run.device)
 
@@ -188,6 +190,8 @@ class Replicas(OneForward):
             weight = whole if whole is None or self._gathers else piece.samples
             output = step.forward(batch, *args)
             output = step.reduction.read(output, weight, None if self._gathers else batch, final=last)
+            if self.run.loop.skips_backward:
+                return mapped(output, _detached)  # a graph would be kept until the end of the step
             if not last:
                 step.backward()
         return output
@@ -260,6 +264,10 @@ class Replicas(OneForward):
         """Put the module's log and batch norm back."""
         count_rows(counted=True)
         self._replaced.close()
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _copied(leaf: Any) -> Any:

@@ -1,0 +1,146 @@
+"""A collective of the user's own in a training step that some ranks run without samples: an error on all ranks.
+
+A rank without samples runs `training_step` on samples that another rank has, or that are trained on already. They must
+not count, and in what the package exchanges they don't: gradients, logged values, the rows of `gather`, batch norm over
+all ranks. What a collective of the user's own is for, nobody knows: a code book, a centre or a count that it sums over
+the ranks would hold samples twice, in silence.
+
+A dispatch mode sees the collectives of torch, also functional ones and those of a group of some ranks. It runs around
+`training_step` in steps that some rank has no samples of, and in no other. It runs on all ranks: those with samples
+would wait in the collective for the rank that raises.
+
+    refused_in_training_step    around a step, by the strategy
+        training_step           the user's: each collective is an error,
+            ours                but within this, which is around what the package exchanges,
+            answer_for          and after this, by which the user's code asks which ranks have samples
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import wraps
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_gradavg.lightning_internals import TorchDispatchMode
+from lightning_gradavg.methods import replaced
+
+__all__ = ["answer_for", "is_answered_for", "ours", "refusal", "refused_in_training_step"]
+
+_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
+_WITHOUT_DATA = frozenset(
+    {
+        *("c10d::barrier", "c10d::monitored_barrier_"),
+        # Of a collective that has begun.
+        *("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"),
+    }
+)
+
+
+class _Refusal(TorchDispatchMode):
+    """Raises a RuntimeError at a collective, unless it is ours or the user answers for it."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._ranks = ranks
+        self.depth_of_ours = 0
+        self.is_answered_for = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.depth_of_ours == 0 and not self.is_answered_for and self._takes_samples(func, args):
+            raise RuntimeError(refusal(func.name(), self._ranks))
+        return func(*args, **(kwargs or {}))
+
+    def _takes_samples(self, func: Any, args: Any) -> bool:
+        """Return whether an operator is a collective to which a rank without samples brings something."""
+        if func.namespace not in _NAMESPACES or func.name() in _WITHOUT_DATA:
+            return False
+        if func.name() == "c10d::broadcast_":
+            _, group, source, *_ = args
+            return dist.get_global_rank(dist.ProcessGroup.unbox(group), source) in self._ranks
+        return True
+
+
+class _Process:
+    """Of the process, not of a thread: a backward within `training_step` runs on threads of autograd."""
+
+    refusal: _Refusal | None = None
+
+
+def refusal(operator: str, ranks: Sequence[int]) -> str:
+    """Return why a collective is refused, and what to do instead."""
+    several = len(ranks) > 1
+    found = f"ranks {', '.join(map(str, ranks))} have" if several else f"rank {ranks[0]} has"
+    return (
+        f"training_step runs the collective {operator}, but {found} no samples in this step, and would bring some that"
+        " must not count. Use lightning_gradavg.gather, to which such a rank brings no rows; give every rank samples of"
+        " each batch, as with drop_last=True; or ask self.trainer.strategy.has_samples on every rank before the"
+        " collective, and bring nothing that counts where it is False."
+    )
+
+
+@contextmanager
+def refused_in_training_step(module: LightningModule, ranks: Sequence[int], *, watched: bool) -> Iterator[None]:
+    """Within the context, have `training_step` raise at a collective of its own. All ranks enter it.
+
+    Args:
+        module: The module that trains.
+        ranks: The ranks that have no samples in the step.
+        watched: Whether to look for collectives on this rank.
+    """
+    strategy = module.trainer.strategy
+    exchanging: list[tuple[Any, str]] = [
+        (LightningModule, "log"),
+        (strategy, "backward"),  # in manual optimization, and so is the next
+        (strategy, "optimizer_step"),
+        (nn.SyncBatchNorm, "forward"),
+    ]
+    with ExitStack() as context:
+        for owner, name in exchanging:
+            context.enter_context(replaced(owner, name, ours()(getattr(owner, name))))
+        context.enter_context(
+            replaced(module, "training_step", _refusing(module.training_step, _Refusal(ranks), watched))
+        )
+        yield
+
+
+def _refusing(training_step: Any, refusal: _Refusal, watched: bool) -> Any:
+    @wraps(training_step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        _Process.refusal = refusal
+        try:
+            with refusal if watched else nullcontext():
+                return training_step(*args, **kwargs)
+        finally:
+            _Process.refusal = None
+
+    return step
+
+
+@contextmanager
+def ours() -> Iterator[None]:
+    """Let collectives pass that are not the user's own: they leave out what does not count."""
+    refusal = _Process.refusal
+    if refusal is None:
+        yield
+        return
+    refusal.depth_of_ours += 1
+    try:
+        yield
+    finally:
+        refusal.depth_of_ours -= 1
+
+
+def answer_for() -> None:
+    """Have collectives pass in the rest of the `training_step` that runs: its code knows which ranks have samples."""
+    if _Process.refusal is not None:
+        _Process.refusal.is_answered_for = True
+
+
+def is_answered_for() -> bool:
+    """Return whether the `training_step` that runs answers for its collectives."""
+    return _Process.refusal is not None and _Process.refusal.is_answered_for
