@@ -35,7 +35,6 @@ from lightning_gradavg.fingerprint import combined, state_digests
 from lightning_gradavg.launch import plain, require_launch
 from lightning_gradavg.loaders import loader_batch_size
 from lightning_gradavg.options import Options, StrategyFacts, options_of_ddp
-from lightning_gradavg.own_collectives import is_answered_for, ours, refusal, refused_in_training_step
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.random_state import random_state, restore_random_state
 from lightning_gradavg.ranks import World
@@ -52,6 +51,7 @@ from lightning_gradavg.reproducible.part import FixedArithmetic
 from lightning_gradavg.rules import RULES, RuleFunction
 from lightning_gradavg.termination import Termination
 from lightning_gradavg.training import WeighedTraining
+from lightning_gradavg.user_collectives import is_answered_for, ours, refusal, refused_in_training_step
 
 __all__ = ["GradAvgStrategy"]
 
@@ -409,13 +409,13 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             begins_window = self._reduction.is_at_window_start()
             self._reduction.observer = self._reports.begin_step(begins_window=begins_window)
         step = Step(forward, self._backward_within_step, self._reduction, self._batches)
-        with self._own_collectives():
+        with self._user_collectives():
             output = self._replicas.run_step(step, *arguments)
         if self._reduction.judges and not self._reduction.run.loop.skips_backward:
             return self._reduction.agree(output)
         return output
 
-    def _own_collectives(self) -> AbstractContextManager[None]:
+    def _user_collectives(self) -> AbstractContextManager[None]:
         """Refuse the user's own collectives in a training step that some ranks have no samples in."""
         if not self._batches.idle:
             return nullcontext()

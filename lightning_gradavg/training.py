@@ -19,10 +19,10 @@ from typing_extensions import override
 from lightning_gradavg.batches.part import Batches
 from lightning_gradavg.faults.collectives import Collectives
 from lightning_gradavg.launch import Registered, require_one_run
-from lightning_gradavg.own_collectives import answer_for
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.reduction import Reduction
+from lightning_gradavg.user_collectives import answer_for
 
 __all__ = ["WeighedTraining"]
 

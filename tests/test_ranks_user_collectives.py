@@ -16,7 +16,7 @@ from torch.distributed.nn import functional as differentiable
 from torchmetrics import SumMetric
 from toys import Toy, loader
 
-from lightning_gradavg import GradAvgStrategy, gather, own_collectives
+from lightning_gradavg import GradAvgStrategy, gather, user_collectives
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.distributed.* (is|will be) deprecated"),
@@ -49,7 +49,7 @@ class Own(Toy):
         self.watched: list[bool] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        self.watched.append(own_collectives._Process.refusal is not None)
+        self.watched.append(user_collectives._Process.refusal is not None)
         self.found.append({**OWN, **SERVED}[self.does](self, batch))
         loss = super().training_step(batch, batch_idx)
         if not self.automatic_optimization:
