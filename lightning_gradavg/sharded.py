@@ -8,9 +8,11 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_gradavg.batches.part import Batches
+from lightning_gradavg.means import averages_integers, mean_of_integers
 from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.reduction.sharded import ShardedAccumulation, sharded_rule
@@ -60,3 +62,12 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
                 f" {mesh['data_parallel'].size()} data-parallel x {mesh['tensor_parallel'].size()} tensor-parallel"
                 f" ranks ({dist.get_backend()}); windows of {window} micro-batch{'es' * (window > 1)}"
             )
+
+    @override
+    def reduce(
+        self, tensor: Tensor, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
+    ) -> Tensor:
+        """Reduce a tensor over the ranks. The mean of integers keeps its decimals, unlike Lightning's."""
+        if averages_integers(tensor, reduce_op):
+            return mean_of_integers(tensor, lambda wide: self.reduce(wide, group, reduce_op))
+        return super().reduce(tensor, group, reduce_op)

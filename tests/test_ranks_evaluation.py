@@ -21,9 +21,11 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
 from torchmetrics.utilities import dim_zero_cat
-from toys import approx, loader
+from toys import Toy, approx, loader
 
-from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy
+from lightning_gradavg import fabric as of_fabric
+from lightning_gradavg.means import averages
 
 # Lightning's advice; several loggers and loops say it, and it is not what is tested.
 pytestmark = [
@@ -367,16 +369,70 @@ def test_one_trainer_for_everything(world, kind):
         assert ([], number < 2 and kind == "indexed") == (left, updated)
 
 
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "no option": GradAvgStrategy,
+    "exact evaluation": lambda: GradAvgStrategy(exact_evaluation=True),
+    "of one device": lambda: GradAvgStrategy(equivalent_to="single_device"),
+    "sharded": GradAvgModelParallelStrategy,
+    "of Fabric": of_fabric.GradAvgStrategy,
+    "of Fabric, sharded": lambda: of_fabric.GradAvgModelParallelStrategy(lambda module, mesh: module),
+}
+
+
+def reduced_by(strategy: Any, value: Any, how: Any) -> Any:
+    """Return the type and value that a strategy, of a Trainer or of Fabric, makes of a tensor."""
+    if hasattr(strategy, "all_reduce"):
+        reduced = strategy.all_reduce(value, reduce_op=how)
+    else:
+        reduced = make_trainer(strategy).strategy.reduce(value, reduce_op=how)
+    return (reduced.dtype, reduced.item()) if isinstance(reduced, torch.Tensor) else reduced
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
 @on_ranks(2)
-def test_values_are_reduced_as_in_stock():
-    """Without options a value has stock's value and type. Case 36: exactly, the mean of the integers 3 and 2 is 2.5."""
-    types = (torch.int64, torch.int32, torch.float32, torch.float64, torch.float16, torch.bool)
-    pairs = [pair for pair in product(types, ("mean", "sum", "max")) if pair != (torch.bool, "mean")]
+def test_values_are_reduced_as_in_stock_and_means_of_integers_keep_decimals(name):
+    """Case 36: the mean of the integers 3 and 2 is 2.5. That of 4 and 2 is 3 and an integer, as in stock."""
+    strategy, first = STRATEGIES[name], dist.get_rank() == 0
+    integers = (torch.int64, torch.int32, torch.uint8, torch.bool)
+    for kind, how in product((*integers, torch.float16, torch.float32, torch.float64), ("mean", "avg", "sum", "max")):
+        whole, other = (torch.tensor(value).to(kind) for value in ((4, 3) if first else (2, 2)))
+        assert reduced_by(DDPStrategy(), whole.clone(), how) == reduced_by(strategy(), whole, how)
+        if kind in integers and how in ("mean", "avg"):
+            expected = (torch.bool, 1) if kind == torch.bool else (torch.float64, 2.5)
+            assert expected == reduced_by(strategy(), other, how)
+        else:
+            assert reduced_by(DDPStrategy(), other.clone(), how) == reduced_by(strategy(), other, how)
+    assert (torch.float64, 0.5) == reduced_by(strategy(), torch.tensor(first), "mean")
+    assert reduced_by(strategy(), "text", "mean") == "text"
 
-    def reduced(strategy: Any) -> Any:
-        strategy = make_trainer(strategy).strategy
-        found = [strategy.reduce(torch.tensor(3 - dist.get_rank()).to(kind), reduce_op=how) for kind, how in pairs]
-        return [(one.dtype, one.item()) for one in found], strategy.reduce("text")
 
-    assert reduced(DDPStrategy()) == reduced(GradAvgStrategy())
-    assert (torch.float64, 2.5) == reduced(GradAvgStrategy(exact_evaluation=True))[0][0]
+def test_every_way_to_ask_for_a_mean_is_seen():
+    """Gloo has no operation for it, but other backends have."""
+    means = "mean", "AVG", dist.ReduceOp.AVG, dist.ReduceOp(dist.ReduceOp.AVG)
+    others = "sum", "max", dist.ReduceOp.SUM, dist.ReduceOp(dist.ReduceOp.MAX), None
+    assert [True] * len(means) + [False] * len(others) == [averages(how) for how in (*means, *others)]
+
+
+class Means(Toy):
+    """Logs the mean of samples in training and validation."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("train", batch.mean(), on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", batch.mean(), sync_dist=True, batch_size=len(batch))
+
+
+@on_ranks(2)
+def test_a_mean_over_ranks_of_different_batch_sizes_needs_no_option():
+    """Three samples of 2.0 and two of 7.0 have the mean 4.0. Stock Lightning divides 20 / 2 by 2, and not 2.5."""
+    samples = [[[2.0] * 3], [[7.0] * 2]][dist.get_rank()]
+
+    def logged(strategy: Any) -> Any:
+        trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False, num_sanity_val_steps=0)
+        trainer.fit(Means(lr=0.0), loader(samples), loader(samples))
+        return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+    assert {"train": 5.0, "val": 5.0} == logged(DDPStrategy())
+    assert {"train": 4.0, "val": 4.0} == logged(GradAvgStrategy())

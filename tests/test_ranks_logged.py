@@ -29,7 +29,7 @@ class Logs(Toy):
     def __init__(self, logs: Callable[[Logs, Tensor, int], None]) -> None:
         super().__init__(lr=0.0)
         self.logs, self.known, self.sent = logs, list[dict[str, float]](), list[tuple[int, int]]()
-        self.pickled, self.rows = (mock.Mock(wraps=sent) for sent in (dist.all_gather_object, World.gather_row))
+        self.pickled, self.rows = mock.Mock(), mock.Mock()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         self.logs(self, batch, batch_idx)
@@ -48,8 +48,9 @@ def run(logs: Callable[[Logs, Tensor, int], None], strategy: dict[str, Any]) -> 
     """Body: train some steps; return what was known and sent in each, and what was known at the end."""
     module, size = Logs(logs), dist.get_world_size()
     trainer = make_trainer(GradAvgStrategy(**strategy), max_epochs=1)
-    patched = mock.patch.object(World, "gather_row", lambda *given: module.rows(*given))
-    with patched, mock.patch.object(dist, "all_gather_object", module.pickled):
+    rows = mock.patch.object(World, "gather_row", autospec=True, side_effect=World.gather_row)
+    pickled = mock.patch.object(dist, "all_gather_object", side_effect=dist.all_gather_object)
+    with rows as module.rows, pickled as module.pickled:
         trainer.fit(module, loader([[float(n) for n in range(2 * size)]] * STEPS))
     return module.known, module.sent, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
@@ -133,7 +134,7 @@ def test_a_step_sends_numbers_and_a_name_once(world, name):
 
 
 def test_a_value_of_a_group_is_that_of_its_ranks(world):
-    """Of ranks 0 and 1 the mean is (0.5 + 2.5) / 2, of rank 2 it is 4.5; without sync_dist=True a group means nothing."""
+    """Of ranks 0 and 1 the mean is (0.5 + 2.5) / 2, of rank 2 it is 4.5. A group without sync_dist=True means none."""
     for rank, (known, sent, end) in enumerate(world(3).run(run, of_pairs, SINGLE)):
         of_pair = 4.5 if rank == 2 else 1.5
         expected = {"of pairs_step": of_pair, "of first two": of_pair, "of all": 2.5}
