@@ -509,6 +509,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Name the rank that failed first."""
         self._rates.end()
+        self._evaluation.explain(exception)
         told = self._faults.on_exception(exception)
         if told is not None:
             exception.args = (f"{told}.\n{exception}",)

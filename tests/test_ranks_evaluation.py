@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from itertools import chain, product
 from statistics import fmean
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from faults import run_ranks
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.strategies import DDPStrategy
@@ -436,3 +438,76 @@ def test_a_mean_over_ranks_of_different_batch_sizes_needs_no_option():
 
     assert {"train": 5.0, "val": 5.0} == logged(DDPStrategy())
     assert {"train": 4.0, "val": 4.0} == logged(GradAvgStrategy())
+
+
+class Stacks(Net):
+    """Stacks at the end of a pass what its steps have left, of the first loader where there are several."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.left: list[Any] = []
+        self.log_line: Any = None
+        self.early = 0  # lines before the first step of the last pass
+
+    def _start(self):
+        self.early = self.log_line.call_count
+
+    def _step(self, batch, batch_idx, dataloader_idx=0):
+        if dataloader_idx == 0:
+            self.left.append(batch)
+        return batch
+
+    def _stack(self):
+        torch.stack(self.left)
+
+    validation_step = test_step = predict_step = _step
+    on_validation_epoch_start = on_test_epoch_start = on_predict_epoch_start = _start
+    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _stack
+
+
+class Passes(Stacks):
+    """Looks before it stacks."""
+
+    def _stack(self):
+        assert (dist.get_rank() == 2) == (not self.left)
+        self.left.clear()
+
+    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _stack
+
+
+def told(module: type[Stacks], kind: str, sizes: Any, what: str, **options: Any) -> tuple[int, list[str]]:
+    """Body: evaluate with a hook; return how many lines about ranks without a batch came before it, and all of them."""
+    seed_everything(7, verbose=False)
+    defaults = {"max_epochs": 2, "limit_train_batches": 1, "num_sanity_val_steps": 0}
+    trainer = make_trainer(GradAvgStrategy(exact_evaluation=True), **{**defaults, **options})
+    evaluated = module(kind, sizes)
+    with mock.patch("lightning_gradavg.evaluation.part.rank_zero_info") as evaluated.log_line:
+        getattr(trainer, what)(evaluated)
+    return evaluated.early, [line for ((line,), _) in evaluated.log_line.call_args_list]
+
+
+WITHOUT: list[Any] = [
+    *(("indexed", (2, 1), what, {}) for what in ("validate", "test", "predict", "fit")),
+    ("indexed", (2, 1), "fit", {"num_sanity_val_steps": 2}),
+    ("indexed", (9, 1), "validate", {"limit_val_batches": 2}),
+    ("several", (2, 1), "test", {}),
+    ("stream", (2, 1), "validate", {}),
+    ("sharded", (2, 1), "validate", {}),
+    ("told", ([[[3.0]], [[5.0]], []],), "validate", SHARED),
+]
+STAGES = {"fit": "validation", "validate": "validation", "test": "test", "predict": "predict"}
+
+
+@pytest.mark.parametrize(("kind", "sizes", "what", "options"), WITHOUT)
+def test_a_rank_without_a_batch_is_named_once_and_by_the_error_of_its_hook(world, kind, sizes, what, options):
+    """Of two batches, the third of three ranks has none. Ranks 0 and 1 may wait for it, and hear of its error."""
+    stage, number = STAGES[what], " 0" * (kind == "several")
+    said = f"exact evaluation has no batch of the {stage} loader{number} for rank 2. What steps leave for on_{stage}_"
+    for early, lines in world(3).run(told, Passes, kind, sizes, what, **options):
+        assert len(lines) == (3 if kind == "several" else 1)
+        assert early == (0 if kind in ("stream", "sharded") else len(lines)), "what lengths tell is said at the start"
+        assert [said in line for line in lines].count(True) == 1
+    *others, last = run_ranks(told, world_size=3, module=Stacks, kind=kind, sizes=sizes, what=what, **options)
+    assert "stack expects a non-empty TensorList" in last.said
+    assert said in last.said
+    assert all(said in rank.said or rank.exit_code == 0 for rank in others)
