@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -15,6 +16,7 @@ from typing_extensions import override
 from lightning_gradavg.batches.loader import SplitLoader, split_batches
 from lightning_gradavg.launch import Registered
 from lightning_gradavg.lightning_internals import SyncControl
+from lightning_gradavg.means import averages_integers, mean_of_integers
 from lightning_gradavg.options import refuse_unserved
 from lightning_gradavg.reduction.reducer import GradAvgReducer
 from lightning_gradavg.reduction.sharded import ShardedGradients, sharded_options, sharded_rule
@@ -59,6 +61,14 @@ class _Weighing(Registered, ParallelStrategy):
         """Run the backward of a loss of that weight; of the last one of a window, reduce its gradients."""
         loss = self._reducer.weigh(tensor, weight=weight, samples=self.samples)
         super().backward(loss, module, *args, **kwargs)
+
+    @override
+    def all_reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
+        """Reduce a tensor over the ranks. The mean of integers keeps its decimals, unlike Fabric's."""
+        if averages_integers(tensor, reduce_op):
+            return mean_of_integers(tensor, lambda wide: self.all_reduce(wide, group, reduce_op))
+        reduced: Tensor = super().all_reduce(tensor, group, reduce_op)  # type: ignore[safe-super]  # the engine's
+        return reduced
 
 
 class GradAvgStrategy(_Weighing, DDPStrategy):

@@ -22,6 +22,7 @@ __all__ = ["Agreed", "Contribution", "World", "by_value", "digest", "on_ranks", 
 _EXACT = 2**53  # integers below are float64
 _RANKS_SHOWN = 8
 _NUMBERS = 13  # of a contribution, that travel with its head: the rows of all calls have one length
+_POLL_SECONDS = 0.001
 _SETTLE_SECONDS = 0.1  # a thread needs microseconds; on a crowded machine its turn
 
 
@@ -103,6 +104,13 @@ class World:
         """Return every rank's row of float64 in rank order. All rows are of one length."""
         return self._gather(torch.tensor(row, dtype=torch.float64))
 
+    def gather_row(self, row: torch.Tensor, meanwhile: Callable[[], None] | None = None) -> list[list[float]]:
+        """Return every rank's row of float64, from any device, in rank order. All rows are of one length.
+
+        While other ranks have not come yet, call `meanwhile`, which may raise if they never will.
+        """
+        return self._gather(row, meanwhile)
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Return every rank's value in rank order. Slow: for setup and messages."""
         if self.group is None:
@@ -163,14 +171,18 @@ class World:
         """Return the places of all ranks, each bringing the node that it runs on."""
         return places_on_nodes(self.gather_objects(node))
 
-    def _gather(self, row: torch.Tensor) -> list[Any]:
+    def _gather(self, row: torch.Tensor, meanwhile: Callable[[], None] | None = None) -> list[Any]:
         if self.group is None:
             return [row.tolist()]
         # By the group, which all ranks share: their parameters may differ.
         types = [entry.split(":")[0] for entry in dist.get_backend_config(self.group).split(",")]
         mine = row.to("cpu" if "cpu" in types else types[0])
         rows = mine.new_empty(self.size, len(row))
-        dist.all_gather(list(rows.unbind()), mine, group=self.group)
+        work = dist.all_gather(list(rows.unbind()), mine, group=self.group, async_op=True)
+        while meanwhile is not None and not work.is_completed():
+            meanwhile()
+            time.sleep(_POLL_SECONDS)
+        work.wait()
         return rows.tolist()
 
 

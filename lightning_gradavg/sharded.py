@@ -9,10 +9,12 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_gradavg.batches.part import Batches
 from lightning_gradavg.faults.part import Faults
+from lightning_gradavg.means import averages_integers, mean_of_integers
 from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.engine import Engine, Stock, Weighed
 from lightning_gradavg.reduction.guard import BypassGuard
@@ -90,3 +92,12 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         if self._faults.ends_apart():
             return {}
         return super().lightning_module_state_dict()
+
+    @override
+    def reduce(
+        self, tensor: Tensor, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
+    ) -> Tensor:
+        """Reduce a tensor over the ranks. The mean of integers keeps its decimals, unlike Lightning's."""
+        if averages_integers(tensor, reduce_op):
+            return mean_of_integers(tensor, lambda wide: self.reduce(wide, group, reduce_op))
+        return super().reduce(tensor, group, reduce_op)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -24,18 +24,37 @@ NEUTRAL: Mapping[str, float] = {"mean": 0.0, "sum": 0.0, "max": float("-inf"), "
 """What changes nothing in a value that is put together of several; in a mean, with a size of 0."""
 
 
-def reduction_name(arguments: Mapping[str, Any]) -> str:
-    """Return the name in `NEUTRAL` of how the arguments of `log` put values together; Lightning refuses others."""
+_FUNCTIONS: Sequence[tuple[Callable[..., Any], str]] = (
+    (torch.mean, "mean"),
+    (torch.sum, "sum"),
+    (sum, "sum"),
+    (torch.max, "max"),
+    (max, "max"),
+    (torch.min, "min"),
+    (min, "min"),
+)
+"""The functions that Lightning takes for `reduce_fx`."""
+
+
+def reduction_name(arguments: Mapping[str, Any]) -> str | None:
+    """Return the name in `NEUTRAL` of how the arguments of `log` put values together; None if Lightning refuses it."""
     reduce = arguments.get("reduce_fx", "mean")
-    name: str = getattr(reduce, "__name__", reduce).lower()
-    return "mean" if name == "avg" else name
+    if not isinstance(reduce, str):
+        return next((name for function, name in _FUNCTIONS if function is reduce), None)
+    name = reduce.lower()
+    if name == "avg":
+        return "mean"
+    return name if name in NEUTRAL else None
 
 
 def _neutral(arguments: dict[str, Any]) -> dict[str, Any] | None:
     """Return what is logged instead: what all ranks reduce, with its neutral value, and what one rank logs, not."""
-    value, neutral = arguments["value"], NEUTRAL.get(reduction_name(arguments), 0.0)
-    if isinstance(value, Metric) or not arguments.get("sync_dist", False):
-        return arguments if isinstance(value, Metric) else None
+    value, reduction = arguments["value"], reduction_name(arguments)
+    if isinstance(value, Metric) or reduction is None:
+        return arguments
+    if not arguments.get("sync_dist", False):
+        return None
+    neutral = NEUTRAL[reduction]
     # Of the type that the other ranks send, whose values Lightning makes floating-point.
     typed = isinstance(value, Tensor) and value.is_floating_point()
     return {**arguments, "value": value.new_full((), neutral) if typed else neutral, "batch_size": 0}

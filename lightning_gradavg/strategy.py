@@ -34,6 +34,7 @@ from lightning_gradavg.faults.part import Faults
 from lightning_gradavg.fingerprint import combined, state_digests
 from lightning_gradavg.launch import plain, require_launch
 from lightning_gradavg.loaders import loader_batch_size
+from lightning_gradavg.means import averages, averages_integers, mean_of_integers
 from lightning_gradavg.options import Options, StrategyFacts, options_of_ddp
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.random_state import random_state, restore_random_state
@@ -467,18 +468,17 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     def reduce(
         self, tensor: Tensor, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
     ) -> Tensor:
-        """Reduce a tensor over the ranks. If ranks share batches, the mean of integers keeps its decimals on gloo."""
+        """Reduce a tensor over the ranks. The mean of integers keeps its decimals, unlike Lightning's."""
         if self._faults.ends_apart():
             return super().reduce(tensor, group, reduce_op)
-        averages = str(reduce_op).lower() in ("mean", "avg")
-        exact = averages and (self._options.split_batches or self._options.exact_evaluation or self._batches.joins)
-        reduced = _widened(tensor) if exact else tensor
-        if averages and self._batches.idle and isinstance(reduced, Tensor):
+        if averages_integers(tensor, reduce_op):
+            return mean_of_integers(tensor, lambda wide: self.reduce(wide, group, reduce_op))
+        if averages(reduce_op) and self._batches.idle and isinstance(tensor, Tensor):
             # A mean over the ranks that have samples in the step that runs.
             ranks = set(dist.get_process_group_ranks(group)) - set(self._batches.idle)
             with ours():
-                return super().reduce(self._batches.counted(reduced), group, "sum") / max(len(ranks), 1)
-        return reduced if group is None and self._evaluation.alone() else super().reduce(reduced, group, reduce_op)
+                return super().reduce(self._batches.counted(tensor), group, "sum") / max(len(ranks), 1)
+        return tensor if group is None and self._evaluation.alone() else super().reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
@@ -529,10 +529,5 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Name the rank that failed first."""
         self._rates.end()
+        self._evaluation.explain(exception)
         super().on_exception(exception)
-
-
-def _widened(value: Any) -> Any:
-    """Return integers in float64. Lightning reduces plain numbers, too."""
-    integral = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
-    return value.double() if integral else value

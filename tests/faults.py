@@ -112,6 +112,15 @@ class Exchanging(Callback):
             assert 16 == len(strategy.fingerprint())
 
 
+class Begins(Injected):
+    """Begins to log on rank 1 alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx >= 3 and dist.get_rank() == 1:
+            self.log("late", batch.mean())
+        return super().training_step(batch, batch_idx)
+
+
 def grow(module: Any) -> None:
     module.more = torch.nn.Parameter(torch.zeros(1))
 
@@ -364,6 +373,9 @@ FAULTS = {
     "None from training_step": Fault(
         "rank 1 ended with RuntimeError: training_step returned no loss on rank 1", "nonfinite='skip_step'",
         act=to_nothing),
+    "a rank begins to log where no other does": Fault(
+        "rank 1 ended with RuntimeError: rank 1 begins to log", "in which nothing is logged on rank 0, and nobody",
+        model=Begins, strategy={"equivalent_to": "single_device"}),
     "None from the loader": Fault(
         "rank 1 ended with RuntimeError: the train loader yielded None on rank 1", "on rank 1. Lightning skips",
         moment="on_before_batch_transfer", act=to_nothing),

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from itertools import chain, product
 from statistics import fmean
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from faults import run_ranks
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.strategies import DDPStrategy
@@ -21,9 +23,11 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
 from torchmetrics.utilities import dim_zero_cat
-from toys import approx, loader
+from toys import Toy, approx, loader
 
-from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy
+from lightning_gradavg import fabric as of_fabric
+from lightning_gradavg.means import averages
 
 # Lightning's advice; several loggers and loops say it, and it is not what is tested.
 pytestmark = [
@@ -367,16 +371,143 @@ def test_one_trainer_for_everything(world, kind):
         assert ([], number < 2 and kind == "indexed") == (left, updated)
 
 
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "no option": GradAvgStrategy,
+    "exact evaluation": lambda: GradAvgStrategy(exact_evaluation=True),
+    "of one device": lambda: GradAvgStrategy(equivalent_to="single_device"),
+    "sharded": GradAvgModelParallelStrategy,
+    "of Fabric": of_fabric.GradAvgStrategy,
+    "of Fabric, sharded": lambda: of_fabric.GradAvgModelParallelStrategy(lambda module, mesh: module),
+}
+
+
+def reduced_by(strategy: Any, value: Any, how: Any) -> Any:
+    """Return the type and value that a strategy, of a Trainer or of Fabric, makes of a tensor."""
+    if hasattr(strategy, "all_reduce"):
+        reduced = strategy.all_reduce(value, reduce_op=how)
+    else:
+        reduced = make_trainer(strategy).strategy.reduce(value, reduce_op=how)
+    return (reduced.dtype, reduced.item()) if isinstance(reduced, torch.Tensor) else reduced
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
 @on_ranks(2)
-def test_values_are_reduced_as_in_stock():
-    """Without options a value has stock's value and type. Case 36: exactly, the mean of the integers 3 and 2 is 2.5."""
-    types = (torch.int64, torch.int32, torch.float32, torch.float64, torch.float16, torch.bool)
-    pairs = [pair for pair in product(types, ("mean", "sum", "max")) if pair != (torch.bool, "mean")]
+def test_values_are_reduced_as_in_stock_and_means_of_integers_keep_decimals(name):
+    """Case 36: the mean of the integers 3 and 2 is 2.5. That of 4 and 2 is 3 and an integer, as in stock."""
+    strategy, first = STRATEGIES[name], dist.get_rank() == 0
+    integers = (torch.int64, torch.int32, torch.uint8, torch.bool)
+    for kind, how in product((*integers, torch.float16, torch.float32, torch.float64), ("mean", "avg", "sum", "max")):
+        whole, other = (torch.tensor(value).to(kind) for value in ((4, 3) if first else (2, 2)))
+        assert reduced_by(DDPStrategy(), whole.clone(), how) == reduced_by(strategy(), whole, how)
+        if kind in integers and how in ("mean", "avg"):
+            expected = (torch.bool, 1) if kind == torch.bool else (torch.float64, 2.5)
+            assert expected == reduced_by(strategy(), other, how)
+        else:
+            assert reduced_by(DDPStrategy(), other.clone(), how) == reduced_by(strategy(), other, how)
+    assert (torch.float64, 0.5) == reduced_by(strategy(), torch.tensor(first), "mean")
+    assert reduced_by(strategy(), "text", "mean") == "text"
 
-    def reduced(strategy: Any) -> Any:
-        strategy = make_trainer(strategy).strategy
-        found = [strategy.reduce(torch.tensor(3 - dist.get_rank()).to(kind), reduce_op=how) for kind, how in pairs]
-        return [(one.dtype, one.item()) for one in found], strategy.reduce("text")
 
-    assert reduced(DDPStrategy()) == reduced(GradAvgStrategy())
-    assert (torch.float64, 2.5) == reduced(GradAvgStrategy(exact_evaluation=True))[0][0]
+def test_every_way_to_ask_for_a_mean_is_seen():
+    """Gloo has no operation for it, but other backends have."""
+    means = "mean", "AVG", dist.ReduceOp.AVG, dist.ReduceOp(dist.ReduceOp.AVG)
+    others = "sum", "max", dist.ReduceOp.SUM, dist.ReduceOp(dist.ReduceOp.MAX), None
+    assert [True] * len(means) + [False] * len(others) == [averages(how) for how in (*means, *others)]
+
+
+class Means(Toy):
+    """Logs the mean of samples in training and validation."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("train", batch.mean(), on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", batch.mean(), sync_dist=True, batch_size=len(batch))
+
+
+@on_ranks(2)
+def test_a_mean_over_ranks_of_different_batch_sizes_needs_no_option():
+    """Three samples of 2.0 and two of 7.0 have the mean 4.0. Stock Lightning divides 20 / 2 by 2, and not 2.5."""
+    samples = [[[2.0] * 3], [[7.0] * 2]][dist.get_rank()]
+
+    def logged(strategy: Any) -> Any:
+        trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False, num_sanity_val_steps=0)
+        trainer.fit(Means(lr=0.0), loader(samples), loader(samples))
+        return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+    assert {"train": 5.0, "val": 5.0} == logged(DDPStrategy())
+    assert {"train": 4.0, "val": 4.0} == logged(GradAvgStrategy())
+
+
+class Stacks(Net):
+    """Stacks at the end of a pass what its steps have left, of the first loader where there are several."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.left: list[Any] = []
+        self.log_line: Any = None
+        self.early = 0  # lines before the first step of the last pass
+
+    def _start(self):
+        self.early = self.log_line.call_count
+
+    def _step(self, batch, batch_idx, dataloader_idx=0):
+        if dataloader_idx == 0:
+            self.left.append(batch)
+        return batch
+
+    def _stack(self):
+        torch.stack(self.left)
+
+    validation_step = test_step = predict_step = _step
+    on_validation_epoch_start = on_test_epoch_start = on_predict_epoch_start = _start
+    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _stack
+
+
+class Passes(Stacks):
+    """Looks before it stacks."""
+
+    def _stack(self):
+        assert (dist.get_rank() == 2) == (not self.left)
+        self.left.clear()
+
+    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _stack
+
+
+def told(module: type[Stacks], kind: str, sizes: Any, what: str, **options: Any) -> tuple[int, list[str]]:
+    """Body: evaluate with a hook; return how many lines about ranks without a batch came before it, and all of them."""
+    seed_everything(7, verbose=False)
+    defaults = {"max_epochs": 2, "limit_train_batches": 1, "num_sanity_val_steps": 0}
+    trainer = make_trainer(GradAvgStrategy(exact_evaluation=True), **{**defaults, **options})
+    evaluated = module(kind, sizes)
+    with mock.patch("lightning_gradavg.evaluation.part.rank_zero_info") as evaluated.log_line:
+        getattr(trainer, what)(evaluated)
+    return evaluated.early, [line for ((line,), _) in evaluated.log_line.call_args_list]
+
+
+WITHOUT: list[Any] = [
+    *(("indexed", (2, 1), what, {}) for what in ("validate", "test", "predict", "fit")),
+    ("indexed", (2, 1), "fit", {"num_sanity_val_steps": 2}),
+    ("indexed", (9, 1), "validate", {"limit_val_batches": 2}),
+    ("several", (2, 1), "test", {}),
+    ("stream", (2, 1), "validate", {}),
+    ("sharded", (2, 1), "validate", {}),
+    ("told", ([[[3.0]], [[5.0]], []],), "validate", SHARED),
+]
+STAGES = {"fit": "validation", "validate": "validation", "test": "test", "predict": "predict"}
+
+
+@pytest.mark.parametrize(("kind", "sizes", "what", "options"), WITHOUT)
+def test_a_rank_without_a_batch_is_named_once_and_by_the_error_of_its_hook(world, kind, sizes, what, options):
+    """Of two batches, the third of three ranks has none. Ranks 0 and 1 may wait for it, and hear of its error."""
+    stage, number = STAGES[what], " 0" * (kind == "several")
+    said = f"exact evaluation has no batch of the {stage} loader{number} for rank 2. What steps leave for on_{stage}_"
+    for early, lines in world(3).run(told, Passes, kind, sizes, what, **options):
+        assert len(lines) == (3 if kind == "several" else 1)
+        assert early == (0 if kind in ("stream", "sharded") else len(lines)), "what lengths tell is said at the start"
+        assert [said in line for line in lines].count(True) == 1
+    *others, last = run_ranks(told, world_size=3, module=Stacks, kind=kind, sizes=sizes, what=what, **options)
+    assert "stack expects a non-empty TensorList" in last.said
+    assert said in last.said
+    assert all(said in rank.said or rank.exit_code == 0 for rank in others)

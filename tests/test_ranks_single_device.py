@@ -16,7 +16,7 @@ import torch.distributed as dist
 from data_parallel import SEED, Model, Options, assert_same_run, fit, parallel, single
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
-from ranks import make_trainer
+from ranks import group_of, make_trainer
 from test_ranks_evaluation import Lists
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -283,6 +283,7 @@ class Logging(Toy):
             for name, sync in ((reduction, True), (f"own {reduction}", False)):
                 self.log(name, batch.mean(), reduce_fx=reduction, on_step=False, on_epoch=True, sync_dist=sync)
         self.log("step", batch.mean(), on_step=True, on_epoch=False, sync_dist=True)
+        self.log("group step", batch.mean(), sync_dist=True, sync_dist_group=group_of((0, 1)))
         return super().training_step(batch, batch_idx)
 
 
@@ -303,7 +304,7 @@ def test_a_stand_in_leaves_no_trace(world, split):
     for rank, (logged, sums) in enumerate(world(2).run(log_of_stand_ins, split)):
         assert (5.25, 1.75, 2.75) == tuple(pytest.approx(logged[f"metric {name}"]) for name in ("sum", "mean", "max"))
         assert (1.75, 5.25, 2.75, 1.0) == tuple(pytest.approx(logged[name]) for name in ("mean", "sum", "max", "min"))
-        assert pytest.approx(2.75) == logged["step"]
+        assert pytest.approx(2.75) == logged["step"] == logged["group step"]
         assert {0: 3.75, 1: 1.5}[rank] == sums, "a buffer that sums samples"
         own = {0: (1.875, 3.75, 2.75, 1.0), 1: (1.5, 1.5, 1.5, 1.5)}[rank]
         assert own == tuple(pytest.approx(logged[f"own {name}"]) for name in ("mean", "sum", "max", "min"))

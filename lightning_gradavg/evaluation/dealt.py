@@ -63,7 +63,9 @@ class EvaluationLoader(LoaderWrapper):
 
     Attributes:
         lengths: Each rank's number of batches to evaluate; None if some rank does not know.
+        ranks_without_batch: The ranks that will have no batch, as far as lengths tell.
         read: How many rounds of a stream were read in this pass, and the digest of their batches.
+        is_empty: Whether this rank has no batch in this pass: known from the start, or at the end.
     """
 
     def __init__(self, loader: Any, world: World, *, kept: bool, counts: Sequence[float]) -> None:
@@ -76,6 +78,10 @@ class EvaluationLoader(LoaderWrapper):
         self._streamed = not kept and read is loader
         super().__init__(loader, read=read, shown=read, shared=self._streamed)
         self.kept, self._world, self.read = kept, world, (0, b"")
+        self.is_empty = False
+        # What a stream says of its length need not be so.
+        lengths = [] if self._streamed or self.lengths is None else self.lengths
+        self.ranks_without_batch = [rank for rank, length in enumerate(lengths) if length == 0]
 
     @property
     def uneven(self) -> bool:
@@ -84,8 +90,19 @@ class EvaluationLoader(LoaderWrapper):
 
     def __iter__(self) -> Iterator[Any]:
         self.read = 0, b""
+        self.is_empty = self._world.rank in self.ranks_without_batch
         batches = islice(self._read, self._limit)  # of what is dealt there are fewer already
-        return self._dealt(batches) if self._streamed else batches
+        if self._streamed:
+            return self._noted(self._dealt(batches))
+        return self._noted(batches) if self.lengths is None else batches
+
+    def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches, and note whether there was none."""
+        is_empty = True
+        for batch in batches:
+            is_empty = False
+            yield batch
+        self.is_empty = is_empty
 
     def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield every `world_size`-th batch of a stream that all ranks read."""

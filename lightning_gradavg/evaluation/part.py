@@ -9,7 +9,9 @@ What follows from that is done here:
 * Lightning and torchmetrics reduce what was logged key by key and state by state, in the order in which a rank has it.
   Before that, the ranks agree on keys and order, take over what they lack with its neutral value, and gather lists of
   any length;
-* predictions are put back into the order of the loader.
+* predictions are put back into the order of the loader;
+* hooks at the end of a pass find nothing on a rank that had no batch: a line names such ranks, and so does an error of
+  such a rank.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ from typing import Any
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities import rank_zero_info
 from torchmetrics import Metric
 
 from lightning_gradavg.evaluation.dealt import EvaluationLoader, require_each_once
+from lightning_gradavg.faults.last_words import is_broken_exchange
 from lightning_gradavg.lightning_internals import (
     COMPUTED,
     REDUCTIONS,
@@ -42,7 +46,7 @@ from lightning_gradavg.lightning_internals import (
 from lightning_gradavg.loaders import distributed_sampler, is_sharded, length_of, user_loader
 from lightning_gradavg.methods import replaced
 from lightning_gradavg.part import Part, Run
-from lightning_gradavg.ranks import World
+from lightning_gradavg.ranks import World, on_ranks
 
 __all__ = ["Evaluation", "ExactEvaluation", "gathers_lists"]
 
@@ -63,6 +67,9 @@ class Evaluation(Part):
         """Return whether what is about to be reduced over the ranks is left as it is, to be refused later."""
         return False
 
+    def explain(self, exception: BaseException) -> None:
+        """Add to an exception that ends the run what evaluation knows of its cause."""
+
 
 _REFUSED = (
     "something is reduced or gathered over the ranks within an evaluation step (self.log with on_step=True and"
@@ -77,10 +84,17 @@ _DIFFERENT = (
 )
 
 
+_NO_BATCH = (
+    "exact evaluation has no batch of the {} for {}. What steps leave for on_{}_epoch_end is missing there: have the"
+    " hook return where there is nothing. What is logged with sync_dist=True, and torchmetrics, need no care."
+)
+
+
 class ExactEvaluation(Evaluation):
     """Evaluates each sample exactly once. One rank evaluates as stock Lightning does on one device."""
 
     _pass: EvaluationPass | None = None  # until its last batch
+    _loaders: Sequence[EvaluationLoader] = ()  # of the pass under way, until its last hook
     _refused = False
 
     def setup(self, run: Run) -> None:
@@ -90,6 +104,8 @@ class ExactEvaluation(Evaluation):
         self.through_ddp = run.world.size == 1
         self._injects_samplers = injects_samplers(run.trainer)
         self.prepares, self._pass = False, None
+        self._loaders = []
+        self._told = {""}  # lines about ranks without a batch
         self._put_back_options, self._put_back = ExitStack(), ExitStack()
 
     def prepare_loaders(self, stage: str) -> None:
@@ -142,6 +158,8 @@ class ExactEvaluation(Evaluation):
                 " of each, another number of batches is dealt. Use 'sequential', or leave exact_evaluation out."
             )
         self._pass, self._refused, model = now, False, self.run.model
+        self._loaders = now.loaders
+        self._tell([loader.ranks_without_batch for loader in now.loaders])
         if model is not None and model.broadcast_buffers:
             buffers = (one for name, one in model.module.named_buffers() if name not in model.parameters_to_ignore)
             broadcast_from_first(list(buffers), model.process_group)
@@ -167,14 +185,46 @@ class ExactEvaluation(Evaluation):
         """Return what each rank brings, after raising on all what is wrong with the pass. A collective operation."""
         now, self._pass = self._pass, None  # no batch is evaluated any more: what is reduced now is so over all ranks
         assert now is not None
-        row = self._refused, [loader.read for loader in now.loaders], mine
-        refused, reads, others = zip(*self.run.world.gather_objects(row), strict=True)
+        row = self._refused, [loader.read for loader in now.loaders], [loader.is_empty for loader in now.loaders], mine
+        refused, reads, empty, others = zip(*self.run.world.gather_objects(row), strict=True)
         if any(refused):
             raise RuntimeError(_REFUSED)
         for index, of_ranks in enumerate(zip(*reads, strict=True)):
             if len(set(of_ranks)) > 1:
                 raise RuntimeError(_DIFFERENT.format(index))
+        # Of a stream it is known only now.
+        of_loaders = zip(*empty, strict=True)
+        self._tell([[rank for rank, is_empty in enumerate(of_ranks) if is_empty] for of_ranks in of_loaders])
         return others
+
+    def _tell(self, ranks_without_batch: Sequence[Sequence[int]]) -> None:
+        """Log a line for each loader of which some ranks have no batch, once in a run."""
+        for index, ranks in enumerate(ranks_without_batch):
+            line = self._no_batch(index, ranks) if ranks else ""
+            if line not in self._told:
+                self._told.add(line)
+                rank_zero_info(f"GradAvgStrategy: {line}")
+
+    def _no_batch(self, index: int, ranks: Sequence[int]) -> str:
+        trainer = self.run.trainer
+        stage = "validation"
+        if trainer.testing:
+            stage = "test"
+        if trainer.predicting:
+            stage = "predict"
+        loader = f"{stage} loader"
+        if len(self._loaders) > 1:
+            loader += f" {index}"
+        return _NO_BATCH.format(loader, on_ranks(ranks).removeprefix("on "), stage)
+
+    def explain(self, exception: BaseException) -> None:
+        """Say of an exception in a pass if this rank had no batch of a loader: hooks may have expected some."""
+        if not isinstance(exception, Exception) or is_broken_exchange(exception):
+            return
+        empty = [index for index, loader in enumerate(self._loaders) if loader.is_empty]
+        if empty:
+            lines = [self._no_batch(index, [self.run.world.rank]) for index in empty]
+            exception.args = ("\n".join([str(exception), *lines]),)
 
     def _complete(self, results: dict[str, Any]) -> None:
         """Add what other ranks logged and this one did not, and put all into one order, before it is computed."""
@@ -202,8 +252,11 @@ class ExactEvaluation(Evaluation):
         """End one pass, when its results are computed. A collective operation for predictions."""
         self._put_back.close()
         now, world = self._pass, self.run.world
-        if now is None:
-            return
+        if now is not None:
+            self._end_predictions(now, world)
+        self._loaders = []
+
+    def _end_predictions(self, now: EvaluationPass, world: World) -> None:
         self._agreed()
         for loader, own in zip(now.loaders, now.predictions, strict=False):  # there may be none
             if not loader.kept:

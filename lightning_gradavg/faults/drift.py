@@ -135,15 +135,16 @@ class SameData:
     """
 
     def __init__(self, batches: str, *, compares: bool = True) -> None:
-        self.left, self._batches, self._same = 3 * compares, batches, set[bytes]()
+        self.left, self._batches, self._same = 3 * compares, batches, set[tuple[int, ...]]()
 
     def compare(self, batch: Any | None) -> None:
         """Compare a batch of each rank, None where it has none, which equals no other. A collective operation."""
         if self.left == 0:
             return
         self.left -= 1
-        mine = b"none on rank %d" % dist.get_rank() if batch is None else data_digest(batch)
-        digests = set(World.of(None).gather_objects(mine))
+        mine = [-dist.get_rank(), 0] if batch is None else _as_integers(data_digest(batch))
+        # As numbers: they travel within a step, where a pickle would take ten times as long.
+        digests = {tuple(of_rank) for of_rank in World.of(None).gather_integers(mine)}
         self._same |= digests
         if len(self._same) == 1:
             return
@@ -156,3 +157,8 @@ class SameData:
                 " part of each batch.",
                 stacklevel=3,
             )
+
+
+def _as_integers(digest: bytes) -> list[int]:
+    """Return 16 bytes as two integers of 64 bits."""
+    return [int.from_bytes(half, "little", signed=True) for half in (digest[:8], digest[8:])]

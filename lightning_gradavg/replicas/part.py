@@ -35,7 +35,8 @@ from lightning_gradavg.reduction.loss import sparse_weights
 from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.replicas.batch_norm import count_rows, synchronized_batch_norm
 from lightning_gradavg.replicas.buffers import SharedBuffers
-from lightning_gradavg.replicas.joined import ReplicaLog, gather_outputs, join_steps, of_whole_run
+from lightning_gradavg.replicas.joined import gather_outputs, join_steps
+from lightning_gradavg.replicas.log import ReplicaLog, of_whole_run
 from lightning_gradavg.replicas.obstacles import has_step_end, remarks, require_none
 from lightning_gradavg.stand_in import metrics_kept, uncounted
 from lightning_gradavg.tree import mapped
