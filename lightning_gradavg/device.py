@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["GatheredRows", "Tally", "beside", "on_device"]
+__all__ = ["Tally", "beside", "on_device"]
 
 _ON_HOST = ("cpu", "meta")
 
@@ -82,43 +82,3 @@ class Tally:
             return list(self._copy.tolist())
         self.wait()
         return list(self._over_ranks(self.row.view(-1, self._length), 0).tolist())
-
-
-class GatheredRows:
-    """Every rank's row of numbers, exchanged while this rank goes on. A collective operation; `read` waits for it.
-
-    On a CPU an all-to-all moves the rows: gloo's all-gather and all-reduce of a few numbers go round a ring, and this
-    takes one step. On an accelerator the rows travel on a stream beside the model's, so that the host, which reads
-    them, waits for the other ranks and not for the forward.
-    """
-
-    def __init__(self, row: Sequence[float], device: torch.device, group: dist.ProcessGroup | None) -> None:
-        """Begin to exchange a row of float64, of the same length on all ranks; a `group` of None is this rank alone."""
-        self._length = len(row)
-        self._work: dist.Work | None = None
-        self._copied: Any = None  # the event of the copy to the host
-        sent = torch.tensor(row, dtype=torch.float64)
-        if group is None:
-            self._rows = sent
-            return
-        ranks = dist.get_world_size(group)
-        if device.type in _ON_HOST:
-            self._rows = sent.new_empty(ranks * self._length)
-            self._work = dist.all_to_all_single(self._rows, sent.repeat(ranks), group=group, async_op=True)
-            return
-        with beside(device) as stream:
-            moved = on_device(sent, device)
-            gathered = moved.new_empty(ranks * self._length)
-            dist.all_gather(list(gathered.view(ranks, -1).unbind()), moved, group=group)
-            self._rows = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
-            self._rows.copy_(gathered, non_blocking=True)
-            self._copied = stream.record_event()
-
-    def read(self) -> list[list[float]]:
-        """Return the rows of all ranks, in rank order."""
-        if self._work is not None:
-            self._work.wait()
-        if self._copied is not None:
-            self._copied.synchronize()
-        rows: list[list[float]] = self._rows.view(-1, self._length).tolist()
-        return rows

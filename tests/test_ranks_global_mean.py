@@ -225,7 +225,9 @@ def nan_in_total(w: Tensor) -> Tensor:
     return w * torch.nan
 
 
-@pytest.mark.parametrize("of_nothing", [nan_of_nothing, all_targets_ignored, None], ids=str)
+@pytest.mark.parametrize(
+    "of_nothing", [nan_of_nothing, all_targets_ignored, None], ids=["nan_of_nothing", "all_targets_ignored", "None"]
+)
 @on_ranks(3)
 def test_a_count_of_zero(of_nothing):
     """A NaN that counts nothing changes no value, and, as a mean over nothing, no gradient."""

@@ -106,8 +106,7 @@ class Stock(Engine):
         """Serve a model that DDP or FSDP averages over so many ranks."""
         self._model = model
         self._world_size = world_size
-        self._discarded = DiscardedGradients(model.leaves())
-        self._kept = KeptGradients()
+        self._kept: KeptGradients | None = None  # those from before the window, while they are set aside
         self._facts = StepFacts(begins_window=False, divisor=None, missing=0, may_end_early=False)
         self._is_last = False
         self._begin_window()
@@ -121,7 +120,9 @@ class Stock(Engine):
         """Note N, and drop a window that an epoch has cut off."""
         self._facts = facts
         if facts.begins_window:
-            self._kept.restore()
+            if self._kept is not None:
+                self._kept.restore()
+                self._kept = None
             self._begin_window()
 
     def add(self, loss: WeighedLoss, *, last: bool) -> None:
@@ -135,18 +136,21 @@ class Stock(Engine):
         assert final, "a step has several backwards only where ranks share batches, which weighs the mean"
         if len(self._micro_batches) == 1:
             self._set_aside()
-        self._discarded.begin(loss.micro_batch)
+        if loss.micro_batch.counts:
+            run()
+            return
+        discarded = DiscardedGradients(self._model.leaves(), loss.micro_batch)
         try:
             run()
         finally:
-            self._discarded.end()
+            discarded.end()
 
     def _set_aside(self) -> None:
         """Set aside gradients from before the window if it may be multiplied: a full one leaves them as they are."""
         has_gradients = any(parameter.grad is not None for parameter in self._model.parameters())
         self._kept_in_place = has_gradients and not self._facts.may_end_early
         if has_gradients and self._facts.may_end_early:
-            self._kept.set_aside(self._model.parameters())
+            self._kept = KeptGradients(self._model.parameters())
 
     def reduce(self) -> bool:
         """Average what DDP does not know, and multiply the gradients of a short window."""
@@ -182,8 +186,9 @@ class Stock(Engine):
 
     def close(self, *, skipped: bool) -> None:
         """Add the gradients from before the window; those of a skipped step come back when the next one begins."""
-        if not skipped:
+        if self._kept is not None and not skipped:
             self._kept.add_back()
+            self._kept = None
         self._begin_window()
 
     @property

@@ -27,7 +27,7 @@ def without_discarded_nan(gradient: Tensor) -> Tensor:
 
 
 class DiscardedGradients:
-    """Discards the gradients of a loss that does not count, from `begin` to `end`, around its backward.
+    """Discards the gradients of a loss that does not count, from its making until `end`, around the backward.
 
     Its factor is 0, but 0 times NaN is NaN. So what reaches a parameter is replaced before it is accumulated:
 
@@ -36,24 +36,17 @@ class DiscardedGradients:
     | has weight 0                               | NaN        | gradients of other ranks' losses pass, by `gather`  |
     |                                            |            | and batch norm over all ranks                       |
     | is absent, or has a problem that all raise | everything | nothing of it may count                             |
-    | counts                                     | nothing    |                                                     |
     """
 
-    def __init__(self, leaves: Iterable[nn.Parameter]) -> None:
+    def __init__(self, leaves: Iterable[nn.Parameter], micro_batch: MicroBatch) -> None:
         """Guard the parameters into which autograd accumulates."""
-        self._leaves = list(leaves)
         self._handles: list[RemovableHandle] = []
-
-    def begin(self, micro_batch: MicroBatch) -> None:
-        """Install hooks, unless the micro-batch counts."""
-        if micro_batch.counts:
-            return
         _discarding.add(self)
         if micro_batch.absent or micro_batch.problem is not None:
             hook = _zeros
         else:
             hook = _without_nan
-        for leaf in self._leaves:
+        for leaf in leaves:
             if leaf.requires_grad:
                 self._handles.append(leaf.register_hook(hook))
 

@@ -34,16 +34,11 @@ class KeptGradients:
     """The gradients from before a window, which the factor of the window must not multiply.
 
     They exist if the user accumulates over several optimizer steps, as with `optimizer_zero_grad` overridden, or over
-    several windows in manual optimization. Calls come in this order: `set_aside`, then the backwards of the window,
-    then `add_back` after its reduction or `restore` if it is abandoned.
+    several windows in manual optimization. They are set aside when this object is made; after the reduction of the
+    window comes `add_back`, or `restore` if it is abandoned.
     """
 
-    def __init__(self) -> None:
-        """Begin without gradients."""
-        self._kept: Gradients = {}
-        self._parameters: Sequence[nn.Parameter] = ()
-
-    def set_aside(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         """Keep the gradients of some parameters, and remove them from there."""
         self._parameters = parameters
         # Copies: a gradient may be a view of a bucket of DDP, which the next reduction overwrites.
@@ -51,21 +46,12 @@ class KeptGradients:
 
     def add_back(self) -> None:
         """Add them to the gradients of the window."""
-        kept = self._kept
-        self.forget()
-        _add(kept)
+        _add(self._kept)
 
     def restore(self) -> None:
         """Put them in place of the gradients of the window."""
-        parameters, kept = self._parameters, self._kept
-        self.forget()
-        for parameter in parameters:
-            parameter.grad = kept.get(parameter)
-
-    def forget(self) -> None:
-        """Drop them."""
-        self._kept = {}
-        self._parameters = ()
+        for parameter in self._parameters:
+            parameter.grad = self._kept.get(parameter)
 
 
 class PieceGradients:

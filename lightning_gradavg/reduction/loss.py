@@ -1,14 +1,22 @@
-"""A micro-batch's loss and weight, and losses whose gradient is multiplied when their backward begins."""
+"""A micro-batch's loss and weight: how a weight is read, and how the gradient of a loss is multiplied."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-__all__ = ["MicroBatch", "WeighedLoss", "sparse_weights", "zero_loss"]
+from lightning_gradavg.rules import Rule
+from lightning_gradavg.tree import batch_samples, leaves
+
+__all__ = ["ALWAYS_OR_NEVER", "MicroBatch", "WeighedLoss", "Weights", "as_weight", "require_loss"]
+
+ALWAYS_OR_NEVER = (
+    'return "weight" from every training_step (or pass weight= to every manual_backward, or to what does the backward'
+    " in your own loop), or never"
+)
 
 
 class MicroBatch(NamedTuple):
@@ -86,39 +94,151 @@ class WeighedLoss:
         return (gradient * self.factor,)
 
 
-def sparse_weights(module: nn.Module) -> dict[int, Tensor]:
-    """Return the parameters of a module with sparse gradients, by `id`."""
-    found: dict[int, Tensor] = {}
-    for submodule in module.modules():
-        if isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)) and submodule.sparse:
-            found[id(submodule.weight)] = submodule.weight
-    return found
+def as_weight(value: object) -> float:
+    """Return a weight of any numeric type as a float. Waits for a tensor on an accelerator.
+
+    Raises:
+        TypeError: If it is not one real number.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex():
+            raise TypeError(f"a weight is one number, got a tensor of shape {tuple(value.shape)} and {value.dtype}")
+        return float(value.detach())
+    if isinstance(value, Mapping):
+        raise TypeError(
+            f"a weight is one number, got a dict of {list(value)}. If each term of a loss has a count of its own, use"
+            " reduction='mean', and return the sum of lightning_gradavg.global_mean(total, count) of all terms"
+        )
+    if not isinstance(value, (str, bytes)):
+        try:
+            return float(value)  # type: ignore[arg-type]  # whatever has __float__: NumPy, Fraction, Decimal
+        except (TypeError, ValueError, OverflowError):
+            pass
+    raise TypeError(f"a weight is one number, got {value!r:.80} of type {type(value).__name__}")
 
 
-class _ZeroGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, sparse: Container[int], *parameters: Tensor) -> Tensor:
-        ctx.like = [(parameter, id(parameter) in sparse) for parameter in parameters]
-        return torch.zeros((), device=parameters[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        gradients: list[Tensor] = []
-        for parameter, is_sparse in ctx.like:
-            gradients.append(_no_rows(parameter) if is_sparse else torch.zeros_like(parameter))
-        return None, *gradients
-
-
-def _no_rows(parameter: Tensor) -> Tensor:
-    """Return a sparse gradient without rows."""
-    values = parameter.new_empty((0, *parameter.shape[1:]))
-    indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-    # The invariants hold by construction; checking them would wait for the device.
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
-
-
-def zero_loss(parameters: Sequence[Tensor], sparse: Container[int]) -> Tensor:
-    """Return a loss of 0 that gives every trained parameter a zero gradient, sparse for each `id` in `sparse`."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    loss: Tensor = _ZeroGradients.apply(sparse, *trained)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+def require_loss(loss: object) -> Tensor:
+    """Return a loss, or raise a TypeError unless it is a tensor."""
+    if isinstance(loss, Mapping):
+        raise TypeError(
+            f"a loss is a tensor with a graph, got a dict of {list(loss)}. Add the terms up; if each has a count of its"
+            " own, use reduction='mean' and lightning_gradavg.global_mean(total, count) for each"
+        )
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"a loss is a tensor with a graph, got {loss!r} of type {type(loss).__name__}")
     return loss
+
+
+_IGNORE_INDEX = -100  # the default of torch's losses
+_TARGETS = (torch.int16, torch.int32, torch.int64)
+_BATCHES_SEARCHED = 8
+_IGNORED = (
+    "integer tensors of a batch hold -100, the targets that torch's losses ignore, and no weight is given: the loss"
+    " is then weighted by its samples, including the ignored ones. If it is a mean over targets, return"
+    ' {"loss": loss, "weight": (targets != -100).sum()} from training_step.'
+)
+_BY_SAMPLES = (
+    "GradAvgStrategy: n = samples of the batch, as no weight is given. If the loss is a mean over tokens,"
+    " or leaves targets out, give their number as weight"
+)
+
+
+class Weights:
+    """Reads the weights of a run's micro-batches; under a rule without weights they are 1.
+
+    The calls for each micro-batch: `look_at` when its batch is loaded, and `read` after the forward.
+    """
+
+    def __init__(self, rule: Rule, warn: Callable[[str], None], inform: Callable[[str], None]) -> None:
+        """Read the weights of a rule; `warn` and `inform` give the user a message, which may come again."""
+        self._rule = rule
+        self._warn = warn
+        self._inform = inform
+        self._explicit: bool | None = None  # whether the micro-batches before had weights; None before the first
+        self._batches_to_search = _BATCHES_SEARCHED if rule.uses_weight else 0
+        self._has_ignored_targets = False
+
+    def look_at(self, batch: object) -> None:
+        """Search the first batches for ignored targets, where they are on the host."""
+        if self._batches_to_search == 0:
+            return
+        self._batches_to_search -= 1
+        for _, leaf in leaves(batch):
+            if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.dtype in _TARGETS:
+                self._has_ignored_targets |= bool((leaf == _IGNORE_INDEX).any())
+
+    def read(
+        self, weight: object, batch: object, samples: float | None = None, problem: str | None = None
+    ) -> MicroBatch:
+        """Return what is known of a micro-batch; what is wrong with its weight is a problem that all ranks will raise.
+
+        Args:
+            weight: What the user gave, or None.
+            batch: The batch, whose samples are the default weight.
+            samples: The number of samples if the batch does not tell it; 0 if they do not count.
+            problem: A problem that is known already.
+        """
+        is_given = weight is not None
+        absent = samples == 0
+        if not self._rule.uses_weight:
+            if isinstance(weight, Mapping):
+                as_weight(weight)  # raises
+            if is_given:
+                self._warn(
+                    f'a "weight" was given, but reduction={self._rule.name!r} does not use weights: it is ignored.'
+                )
+            return MicroBatch(0.0 if absent else 1.0, absent=absent)
+        if problem is None:
+            problem = self._note(given=is_given)
+        if absent:
+            return MicroBatch(0.0, is_given, problem, absent=True)
+        if problem is None and samples is not None and not is_given:
+            problem = _dropped_samples(batch, samples)
+        number = 0.0
+        try:
+            number = self._number(weight, batch, samples)
+        except TypeError as error:
+            problem = problem or str(error)
+        except ValueError:
+            problem = problem or (
+                f"the number of samples cannot be read from a batch of type {type(batch).__name__}:"
+                ' return {"loss": loss, "weight": n} from training_step'
+            )
+        return MicroBatch(number, is_given, problem)
+
+    @staticmethod
+    def _number(weight: object, batch: object, samples: float | None) -> float:
+        if weight is not None:
+            return as_weight(weight)
+        if samples is not None:
+            return float(samples)
+        return float(batch_samples(batch))
+
+    def _note(self, *, given: bool) -> str | None:
+        """Tell the user about the default weight; return a problem if only some steps of the run have weights."""
+        before, self._explicit = self._explicit, given
+        if given:
+            self._batches_to_search = 0
+        else:
+            if self._has_ignored_targets:
+                self._warn(_IGNORED)
+            self._inform(_BY_SAMPLES)
+        if before is None or before == given:
+            return None
+        if given:
+            return f"a weight was not given in the steps before, but in this one: {ALWAYS_OR_NEVER}"
+        return f"a weight was given in the steps before, but not in this one: {ALWAYS_OR_NEVER}"
+
+
+def _dropped_samples(batch: Any, samples: float) -> str | None:
+    """Return the problem that a batch has fewer rows than the samples that were loaded for it, if it tells its rows."""
+    try:
+        rows = batch_samples(batch)
+    except ValueError:
+        return None
+    if rows >= samples:
+        return None
+    return (
+        f"the batch has {rows} rows for {samples} samples of the dataset, and no weight is given. Return"
+        ' {"loss": loss, "weight": n} from training_step, or drop samples in the dataset, not in collate_fn'
+    )

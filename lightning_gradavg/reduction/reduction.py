@@ -19,9 +19,9 @@ from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.engine import Engine, StepFacts, Stock, Weighed
 from lightning_gradavg.reduction.gradients import ReplicatedGradients
 from lightning_gradavg.reduction.kept import KeptGradients, PieceGradients
-from lightning_gradavg.reduction.loss import MicroBatch, WeighedLoss, sparse_weights, zero_loss
-from lightning_gradavg.reduction.weights import Weights, require_loss
+from lightning_gradavg.reduction.loss import MicroBatch, WeighedLoss, Weights, require_loss
 from lightning_gradavg.reduction.window import OpenWindows, WindowOptions, WindowRecord
+from lightning_gradavg.reduction.zero_loss import sparse_weights, zero_loss
 from lightning_gradavg.rules import RULES, Rule, depends_on_length
 
 __all__ = ["Observer", "Reduction"]
@@ -113,7 +113,7 @@ class Reduction(Part):
         self._parameters: Sequence[nn.Parameter] = ()
         self._sparse: dict[int, Tensor] = {}
         self._losses: list[Tensor | None] = []  # of the window, under `nonfinite`
-        self._kept_of_lost_step = KeptGradients()
+        self._kept_of_lost_step: KeptGradients | None = None
 
     def configure_ddp(self, run: Run) -> None:
         """Begin a run that trains: register a communication hook if it needs one, and choose the engine."""
@@ -208,7 +208,9 @@ class Reduction(Part):
         self._batch = batch
         self.pending = None
         self._skips_backward = self.run.loop.skips_backward
-        self._kept_of_lost_step.add_back()
+        if self._kept_of_lost_step is not None:
+            self._kept_of_lost_step.add_back()
+            self._kept_of_lost_step = None
         if missing > 0:
             self._refuse_missing(missing)
         self._engine.begin_step(self._step_facts(missing))
@@ -356,7 +358,7 @@ class Reduction(Part):
         assert loss is not None
         self.pending = None
         if self._is_lost:
-            self._kept_of_lost_step.set_aside(self._parameters)
+            self._kept_of_lost_step = KeptGradients(self._parameters)
         around: Any = nullcontext()
         if self.observer is not None:
             around = self.observer.backward(last=final and not self._is_holding)

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 
-from lightning_gradavg.device import GatheredRows
+from lightning_gradavg.device import beside, on_device
 from lightning_gradavg.ranks import World
-from lightning_gradavg.reduction.loss import MicroBatch
-from lightning_gradavg.rules import Rule, is_number
+from lightning_gradavg.reduction.loss import ALWAYS_OR_NEVER, MicroBatch
+from lightning_gradavg.rules import Rule
 
-__all__ = ["ALWAYS_OR_NEVER", "Totals", "TotalsExchange", "exact_sum", "must_agree", "raise_together"]
-
-ALWAYS_OR_NEVER = (
-    'return "weight" from every training_step (or pass weight= to every manual_backward, or to what does the backward'
-    " in your own loop), or never"
-)
+__all__ = ["GatheredRows", "Totals", "TotalsExchange", "exact_sum", "must_agree", "raise_together"]
 
 
 class Totals(NamedTuple):
@@ -64,7 +60,7 @@ class Totals(NamedTuple):
     @property
     def is_usable(self) -> bool:
         """Whether the gradients can be reduced."""
-        return self.faults == 0 and self.agree and is_number(self.normalizer)
+        return self.faults == 0 and self.agree and math.isfinite(self.normalizer)
 
 
 class TotalsExchange:
@@ -116,6 +112,46 @@ def raise_together(totals: Totals, rule: Rule, world: World, micro_batches: Sequ
         for text in texts_of_rank:
             lines.append(f"rank {rank}: {text}")
     raise ValueError("\n  ".join(lines))
+
+
+class GatheredRows:
+    """Every rank's row of numbers, exchanged while this rank goes on. A collective operation; `read` waits for it.
+
+    On a CPU an all-to-all moves the rows: gloo's all-gather and all-reduce of a few numbers go round a ring, and this
+    takes one step. On an accelerator the rows travel on a stream beside the model's, so that the host, which reads
+    them, waits for the other ranks and not for the forward.
+    """
+
+    def __init__(self, row: Sequence[float], device: torch.device, group: dist.ProcessGroup | None) -> None:
+        """Begin to exchange a row of float64, of the same length on all ranks; a `group` of None is this rank alone."""
+        self._length = len(row)
+        self._work: dist.Work | None = None
+        self._copied: Any = None  # the event of the copy to the host
+        sent = torch.tensor(row, dtype=torch.float64)
+        if group is None:
+            self._rows = sent
+            return
+        ranks = dist.get_world_size(group)
+        if device.type == "cpu":
+            self._rows = sent.new_empty(ranks * self._length)
+            self._work = dist.all_to_all_single(self._rows, sent.repeat(ranks), group=group, async_op=True)
+            return
+        with beside(device) as stream:
+            moved = on_device(sent, device)
+            gathered = moved.new_empty(ranks * self._length)
+            dist.all_gather(list(gathered.view(ranks, -1).unbind()), moved, group=group)
+            self._rows = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
+            self._rows.copy_(gathered, non_blocking=True)
+            self._copied = stream.record_event()
+
+    def read(self) -> list[list[float]]:
+        """Return the rows of all ranks, in rank order."""
+        if self._work is not None:
+            self._work.wait()
+        if self._copied is not None:
+            self._copied.synchronize()
+        rows: list[list[float]] = self._rows.view(-1, self._length).tolist()
+        return rows
 
 
 def exact_sum(numbers: Sequence[float]) -> float:

@@ -232,8 +232,8 @@ class Window:
         self._options = options
         self._model = model
         self._lift = lift
-        self._discarded = DiscardedGradients(model.leaves())
-        self._kept = KeptGradients()
+        self._discarded: DiscardedGradients | None = None  # of the running backward, if its loss does not count
+        self._kept: KeptGradients | None = None  # those from before the window, while they are set aside
         self._clear()
 
     def _clear(self) -> None:
@@ -280,7 +280,7 @@ class Window:
         self._is_last = last
         with self.abandoned_on_error():
             if self.length == 0:
-                self._kept.add_back()  # those of a step that was skipped
+                self._add_kept()  # those of a step that was skipped
                 self._contents.parameters = self._model.parameters()
             micro_batch = self._model.checked(self._checked(loss.micro_batch))
             share = self._share(micro_batch)
@@ -378,7 +378,8 @@ class Window:
             else:
                 contents.lift = self._lift.value(self._divisor)
                 loss.factor = multiplier * contents.lift
-            self._discarded.begin(loss.micro_batch)
+            if not loss.micro_batch.counts:
+                self._discarded = DiscardedGradients(self._model.leaves(), loss.micro_batch)
 
     @property
     def _has_whole_factor(self) -> bool:
@@ -394,9 +395,11 @@ class Window:
         contents = self._contents
         if self._options.user_ends_windows:
             # The others may be those of another open window.
-            self._kept.set_aside([parameter for parameter in contents.parameters if parameter in contents.trained])
+            self._kept = KeptGradients(
+                [parameter for parameter in contents.parameters if parameter in contents.trained]
+            )
         else:
-            self._kept.set_aside(contents.parameters)
+            self._kept = KeptGradients(contents.parameters)
 
     @property
     def _keeps_apart(self) -> bool:
@@ -415,7 +418,7 @@ class Window:
 
     def end_backward(self) -> bool:
         """Finish the gradients if the last backward ended; return whether it did."""
-        self._discarded.end()
+        self._end_discarding()
         if not self._is_last:
             self._change(WindowState.OPEN)
             if self._options.user_ends_windows:
@@ -499,19 +502,31 @@ class Window:
         """
         self._change(WindowState.EMPTY)
         if not skipped:
-            self._kept.add_back()
+            self._add_kept()
         self._clear()
 
     def abandon(self) -> None:
         """Discard the window and its gradients, and restore those from before it."""
-        self._discarded.end()
-        self._kept.restore()
+        self._end_discarding()
+        if self._kept is not None:
+            self._kept.restore()
+            self._kept = None
         self._clear()
 
     def drop(self) -> None:
         """Forget the window, whose gradients the user has zeroed, and with them those from before it."""
-        self._kept.forget()
+        self._kept = None
         self._clear()
+
+    def _end_discarding(self) -> None:
+        if self._discarded is not None:
+            self._discarded.end()
+            self._discarded = None
+
+    def _add_kept(self) -> None:
+        if self._kept is not None:
+            self._kept.add_back()
+            self._kept = None
 
     @contextmanager
     def abandoned_on_error(self) -> Iterator[None]:

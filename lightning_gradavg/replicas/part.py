@@ -31,8 +31,8 @@ from lightning_gradavg.options import Options
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.random_state import random_state, restore_random_state, seeded
 from lightning_gradavg.reduction.gather import gather_refused, require_gather_allowed
-from lightning_gradavg.reduction.loss import sparse_weights
 from lightning_gradavg.reduction.reduction import Reduction
+from lightning_gradavg.reduction.zero_loss import sparse_weights
 from lightning_gradavg.replicas.batch_norm import count_rows, synchronized_batch_norm
 from lightning_gradavg.replicas.buffers import SharedBuffers
 from lightning_gradavg.replicas.joined import gather_outputs, join_steps

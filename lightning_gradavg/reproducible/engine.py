@@ -12,13 +12,12 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from lightning_gradavg.device import GatheredRows
 from lightning_gradavg.part import Run
 from lightning_gradavg.reduction.engine import Engine, StepFacts
 from lightning_gradavg.reduction.factor import factor_after
 from lightning_gradavg.reduction.kept import take_gradients
 from lightning_gradavg.reduction.loss import MicroBatch, WeighedLoss
-from lightning_gradavg.reduction.totals import Totals, exact_sum, must_agree, raise_together
+from lightning_gradavg.reduction.totals import GatheredRows, Totals, exact_sum, must_agree, raise_together
 from lightning_gradavg.reduction.window import WindowRecord
 from lightning_gradavg.reproducible.sum import Gradients, TreeSum
 from lightning_gradavg.rules import Rule, Share, share_of
