@@ -40,6 +40,8 @@ _WITHOUT_DATA = frozenset(
     }
 )
 
+_RANKS_SHOWN = 8
+
 
 class _Refusal(TorchDispatchMode):
     """Raises a RuntimeError at a collective, unless it is ours or the user answers for it."""
@@ -51,13 +53,18 @@ class _Refusal(TorchDispatchMode):
         self.is_answered_for = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.depth_of_ours == 0 and not self.is_answered_for and self._takes_samples(func, args):
+        if func.namespace in _NAMESPACES and not self._passes(func, args):
             raise RuntimeError(refusal(func.name(), self._ranks))
         return func(*args, **(kwargs or {}))
 
+    def _passes(self, func: Any, args: Any) -> bool:
+        if self.depth_of_ours > 0 or self.is_answered_for:
+            return True
+        return not self._takes_samples(func, args)
+
     def _takes_samples(self, func: Any, args: Any) -> bool:
-        """Return whether an operator is a collective to which a rank without samples brings something."""
-        if func.namespace not in _NAMESPACES or func.name() in _WITHOUT_DATA:
+        """Return whether a rank without samples brings something to a collective."""
+        if func.name() in _WITHOUT_DATA:
             return False
         if func.name() == "c10d::broadcast_":
             _, group, source, *_ = args
@@ -73,8 +80,10 @@ class _Process:
 
 def refusal(operator: str, ranks: Sequence[int]) -> str:
     """Return why a collective is refused, and what to do instead."""
-    several = len(ranks) > 1
-    found = f"ranks {', '.join(map(str, ranks))} have" if several else f"rank {ranks[0]} has"
+    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
+    if len(ranks) > _RANKS_SHOWN:
+        shown += f" and {len(ranks) - _RANKS_SHOWN} more"
+    found = f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"
     return (
         f"training_step runs the collective {operator}, but {found} no samples in this step, and would bring some that"
         " must not count. Use lightning_gradavg.gather, to which such a rank brings no rows; give every rank samples of"

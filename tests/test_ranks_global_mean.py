@@ -226,7 +226,9 @@ def nan_in_total(w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "of_nothing", [nan_of_nothing, all_targets_ignored, None], ids=["nan_of_nothing", "all_targets_ignored", "None"]
+    "of_nothing",
+    [nan_of_nothing, all_targets_ignored, None],
+    ids=["nan_of_nothing", "all_targets_ignored", "None"],
 )
 @on_ranks(3)
 def test_a_count_of_zero(of_nothing):

@@ -236,3 +236,7 @@ def test_ranks_are_named_as_their_batches_end(world):
     expected = [[], [1], [1, 2]] * 2
     ranks = world(3).run(mark, [3, 1, 2], 2, reduction="weighted_mean")
     assert [expected] * 3 == [without for _, without in ranks]
+
+
+def test_many_ranks_are_counted():
+    assert "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more have no samples" in user_collectives.refusal("x", range(10))
