@@ -44,6 +44,8 @@ def two_terms(w: Tensor, rank: int) -> Tensor:
     """
     numbers, boxes = double(OF_RANKS[rank]), double(BOXES[rank])
     totals = {"class": (numbers * w).sum(), "box": (boxes * w**2).sum()}
+    if rank == 1:
+        totals = dict(reversed(totals.items()))
     means = global_mean(totals, {"box": len(boxes), "class": len(numbers)})
     return means["class"] + means["box"] + w**2 / 2
 

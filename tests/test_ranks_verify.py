@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 from toys import GATHERS, Toy
 
-from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg import GradAvgStrategy, global_mean
 from lightning_gradavg.verify import record
 from lightning_gradavg.verify.explain import judge
 from lightning_gradavg.verify.run import quiet_options, record_run
@@ -132,6 +132,14 @@ def by_position(module: Any, batch: Any) -> Tensor:
     """Weigh the first samples of a batch most, whichever these are."""
     losses = entropy(reduction="none")(module, batch)
     return (losses / torch.arange(1, len(losses) + 1)).mean()
+
+
+def global_means(module: Any, batch: Any) -> Tensor:
+    """The loss of every sample, and a penalty of those of a class other than 0, each by its count on all ranks."""
+    outputs, counted = module.net(batch[0]), batch[1] != 0
+    totals = cross_entropy(outputs, batch[1], reduction="sum"), outputs[counted].square().sum()
+    of_all, of_some = global_mean(totals, (len(outputs), counted.sum()))
+    return of_all + of_some
 
 
 def spread(outputs: Tensor) -> Tensor:
@@ -437,6 +445,9 @@ EQUAL = {
     "case 41": Run(dropped),
     "a sum loss, `sum`": Run(step=summed, reads=LATER, strategy=BY_SUM, steps=1),
     "a sum loss, `normalized_sum`": Run(step=summed, reads=UNEVEN, strategy=ours(reduction="normalized_sum")),
+    "global means": Run(step=global_means, reads=UNEVEN),
+    "global means of equal weight": Run(
+        step=weighing(global_means, lambda batch: torch.ones(())), reads=UNEVEN, strategy=BY_WEIGHT),
     "windows of weighted batches": Run(
         step=weighing(masked, lambda batch: batch[1] != 0), reads=by_ranks((6, 4, 3), (2, 4, 1)), strategy=BY_WEIGHT,
         window=2),
@@ -495,6 +506,8 @@ DIFFERENT = {
     "batch norm: in evaluation, without running statistics": Run(lambda: normed(track_running_stats=False).eval()),
     "non-decomposable loss": Run(step=lambda module, batch: spread(module.net(batch[0]))),
     **{f"detached gather: {way}": shared(step=scores(way)) for way in DETACHED},
+    "weighed global mean": Run(step=global_means, reads=UNEVEN, strategy=BY_WEIGHT),
+    "weighed global mean: of a sum": Run(step=global_means, strategy=BY_SUM),
     "sum loss": Run(
         step=summed, factor=0.5,
         says=[

@@ -23,9 +23,12 @@ from lightning_gradavg.stand_in import STANDS_IN
 from lightning_gradavg.tree import leaves, mapped
 from lightning_gradavg.user_collectives import ours
 
-__all__ = ["global_mean"]
+__all__ = ["SCOPE", "global_mean"]
 
 T = TypeVar("T")
+
+SCOPE = "GradAvg: global_mean"
+"""How a profile shows the exchange, and `gradavg verify` knows that there was one."""
 
 
 @ours()
@@ -74,7 +77,8 @@ def global_mean(total: T, count: Any, *, group: dist.ProcessGroup | None = None)
         with torch.inference_mode(False), torch.no_grad():
             return global_mean(total, count, group=group)
     world = World.of(group)
-    contribution, agreed = world.agree("global_mean cannot proceed", lambda: _contribution(total, count))
+    with torch.profiler.record_function(SCOPE):
+        contribution, agreed = world.agree("global_mean cannot proceed", lambda: _contribution(total, count))
     stand_ins, *sums = map(sum, zip(*agreed.numbers, strict=True))
     ranks_with_samples = world.size - stand_ins
     terms = list(contribution.tensors)

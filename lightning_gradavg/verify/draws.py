@@ -92,6 +92,7 @@ class Draws(TorchDispatchMode):
         self.shared: dict[str, None] = {}  # operators that drew for no single sample
         self.trace: list[tuple[str, int]] = []  # the draws of the batch, and the dimension of the samples
         self.collectives: set[str] = set()
+        self.scopes: set[str] = set()  # of `torch.profiler.record_function`
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator."""
@@ -101,6 +102,8 @@ class Draws(TorchDispatchMode):
         self.last = str(func)
         if func.namespace == "c10d":
             self.collectives.add(func.name().removeprefix("c10d::").strip("_"))
+        elif func.namespace == "profiler":
+            self.scopes.update(name for name in args if isinstance(name, str))
         elif self.double:
             args, kwargs = _widened(func, args, kwargs)
         draws = torch.Tag.nondeterministic_seeded in func.tags

@@ -19,6 +19,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from lightning_gradavg.reduction.global_mean import SCOPE
+from lightning_gradavg.rules import RULES
 from lightning_gradavg.verify.record import Id, Read, Refused, Tape
 from lightning_gradavg.verify.report import CAUSES, Finding, Report
 from lightning_gradavg.verify.twin import Build, Seen, Twin, difference, differences, flat, gap_between, multiple_of
@@ -124,6 +126,11 @@ class _Judge:
         turned, _ = self.twin.step_with(known.group[::-1], seen.step)
         if gap_between(flat(turned, known.like), known.target) > known.near:
             raise Refused(_OF_ORDER)
+        if SCOPE in self.tapes[0].scopes and not _is_plain(known):
+            return (
+                "weighed global mean",
+                f"{known.multiple}: the run weighs the ranks' losses once more",
+            )
         return _of_parts(known) if known.right else _of_whole(known)
 
     def _require_no_other_reason(self, alone: Tape, position: int, cause: str) -> None:
@@ -322,6 +329,15 @@ class _Evidence:
     def equals(self, factor: float, expected: float) -> bool:
         """Return whether a factor is another, but for rounding."""
         return math.isclose(factor, expected, rel_tol=self.near)
+
+
+def _is_plain(known: _Evidence) -> bool:
+    """Return whether the run takes the plain mean of its micro-batches."""
+    rule = known.facts.rule
+    if not rule.uses_weight:
+        return rule == RULES["mean"]
+    weights = known.shares.get("weights", known.shares["samples"])
+    return torch.equal(weights, known.shares["mean"])
 
 
 def _in_words(factor: float | None) -> str:

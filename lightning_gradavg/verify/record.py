@@ -137,6 +137,7 @@ class Tape:
     steps: list[Step] = field(default_factory=list)
     shared: dict[str, None] = field(default_factory=dict)
     collectives: set[str] = field(default_factory=set)
+    scopes: set[str] = field(default_factory=set)
     read: Read = field(default_factory=Read)
     batch_norms: list[str] = field(default_factory=list)  # whose statistics are those of one rank
     problem: str = ""
@@ -279,7 +280,7 @@ class Recorder(Callback):
         self.most, self._reads = steps, reads
         self.given: Any = None  # the user's loader, if it is read at the end
         self.loading, self.mode = _Loading(), Draws(double=double)
-        self.tape = Tape(shared=self.mode.shared, collectives=self.mode.collectives)
+        self.tape = Tape(shared=self.mode.shared, collectives=self.mode.collectives, scopes=self.mode.scopes)
         self.window: list[Taken] = []
         self.moments: list[tuple[str, Tensors]] = []
         self.keys: Sequence[tuple[int, ...]] = []  # of the samples of the batch
