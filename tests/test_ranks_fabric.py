@@ -179,16 +179,23 @@ def test_loaders_that_differ():
         [loop.strategy.samples for _ in zip(*loaders, strict=False)]
 
 
-@pytest.mark.parametrize("names", ["losses", "weights"])
-@pytest.mark.parametrize("reduction", ["sum", "weighted_mean"])
+@pytest.mark.parametrize(
+    ("reduction", "names", "weighs"),
+    [
+        ("sum", "losses", {}),
+        ("weighted_mean", "losses", {"weight": 3}),
+        ("weighted_mean", "weights", {"weight": {"a": 3}}),
+        ("weighted_mean", "losses", {"weight": {"a": 3}}),
+    ],
+)
 @either_loop
 @on_ranks()
-def test_losses_and_weights_by_name(loop, reduction, names):
+def test_losses_and_weights_by_name(loop, reduction, names, weighs):
     """Terms with counts of their own are served by `global_mean`, as the error says."""
     a_loop, module, model, x = begin(loop, reduction=reduction)
     loss: Any = {"a": model(x).mean()} if names == "losses" else model(x).mean()
     with pytest.raises((TypeError, ValueError), match="global_mean"):
-        a_loop.backward(loss, weight={"a": 3} if names == "weights" else 3)
+        a_loop.backward(loss, **weighs)
     assert module.gradient is None
 
 
