@@ -19,8 +19,9 @@ from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.engine import Engine, StepFacts, Stock, Weighed
 from lightning_gradavg.reduction.gradients import ReplicatedGradients
 from lightning_gradavg.reduction.kept import KeptGradients, PieceGradients
+from lightning_gradavg.reduction.lift import WindowOptions
 from lightning_gradavg.reduction.loss import MicroBatch, WeighedLoss, Weights, require_loss
-from lightning_gradavg.reduction.window import OpenWindows, WindowOptions, WindowRecord
+from lightning_gradavg.reduction.window import OpenWindows, WindowRecord
 from lightning_gradavg.reduction.zero_loss import sparse_weights, zero_loss
 from lightning_gradavg.rules import RULES, Rule, depends_on_length
 
