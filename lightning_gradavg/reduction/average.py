@@ -7,8 +7,8 @@ which all are in flight at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,6 @@ from lightning_gradavg.reduction.reference import rank_factors
 from lightning_gradavg.rules import Rule, RuleFunction, is_number, resolve_rule
 
 __all__ = ["average_gradients", "needs_weight"]
-
-Refusals: TypeAlias = Sequence[tuple[Callable[[Any], object], str]]
-"""What is refused, and why: a predicate, and what the message goes on with, in which `{0}` is the value."""
 
 _BUCKET_BYTES = 25 * 2**20  # as DDP's: while one is on its way, the next is copied
 
@@ -125,31 +122,24 @@ def checked_weight(rule: Rule, weight: float | Tensor | None) -> float:
     return number
 
 
-def refuse(label: str, value: object, refusals: Refusals) -> None:
-    """Raise a ValueError about the first of the refusals that holds, if any does."""
-    for holds, reason in refusals:
-        if holds(value):
-            raise ValueError(f"{label} {reason.format(value)}")
-
-
-_REFUSED: Refusals = (
-    (
-        lambda value: not isinstance(value, Tensor),
-        "is {0!r} of type {0.__class__.__name__}: pass a module, or an iterable such as model.parameters()",
-    ),
-    (
-        lambda value: hasattr(value, "device_mesh"),
-        "is a DTensor, whose placements say how it is reduced: reduce it along its device mesh, or pass other tensors",
-    ),
-    (
-        lambda value: value.layout != torch.strided,
-        "has a gradient of layout {0.layout}: convert it by to_dense(), or use DDP with GradAvgReducer",
-    ),
-    (
-        lambda value: 0 in value.stride() and not value.is_contiguous(),
-        "has a gradient that repeats elements in memory, as after expand(): clone() it",
-    ),
-)
+def _require_reducible(label: str, value: object) -> None:
+    """Raise a ValueError unless a parameter, or its gradient, can be summed in a flat bucket."""
+    if not isinstance(value, Tensor):
+        raise ValueError(
+            f"{label} is {value!r} of type {type(value).__name__}: pass a module, or an iterable such as"
+            " model.parameters()"
+        )
+    if hasattr(value, "device_mesh"):
+        raise ValueError(
+            f"{label} is a DTensor, whose placements say how it is reduced: reduce it along its device mesh, or pass"
+            " other tensors"
+        )
+    if value.layout != torch.strided:
+        raise ValueError(
+            f"{label} has a gradient of layout {value.layout}: convert it by to_dense(), or use DDP with GradAvgReducer"
+        )
+    if 0 in value.stride() and not value.is_contiguous():
+        raise ValueError(f"{label} has a gradient that repeats elements in memory, as after expand(): clone() it")
 
 
 def _brought(source: Any, rule: Rule, weight: Any) -> Contribution:
@@ -162,7 +152,7 @@ def _brought(source: Any, rule: Rule, weight: Any) -> Contribution:
         like = parameter
         if gradient is not None:
             like = gradient
-        refuse(label, like, _REFUSED)
+        _require_reducible(label, like)
         equal.append(f"{label} of shape {tuple(like.shape)}, {like.dtype} on {like.device.type}")
         has_gradient.append(gradient is not None)
     return Contribution(equal, has_gradient, checked_weight(rule, weight), rule.node, parameters)

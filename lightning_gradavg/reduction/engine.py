@@ -149,8 +149,8 @@ class Stock(Engine):
 
     def _set_aside(self) -> None:
         """Set aside gradients from before the window if it may be multiplied: a full one leaves them as they are."""
-        # Lightning has zeroed them, unless the user overrides `optimizer_zero_grad`. Setting them aside would change the
-        # last bits of a full window, as stock adds before it averages (`test_ranks_stock.py`: kept gradients in
+        # Lightning has zeroed them, unless the user overrides `optimizer_zero_grad`. Setting them aside would change
+        # the last bits of a full window, as stock adds before it averages (`test_ranks_stock.py`: kept gradients in
         # windows).
         has_gradients = any(parameter.grad is not None for parameter in self._model.parameters())
         self._kept_in_place = has_gradients and not self._facts.may_end_early
