@@ -163,12 +163,12 @@ class Stock(Engine):
             return False
         parameters = self._model.parameters()
         factor = self._factor()
-        # The loader yielded fewer batches than its length says, so nobody set the old gradients aside.
+        # Nobody could know, and set the old gradients aside.
         if factor != 1 and self._kept_in_place:
             raise RuntimeError(
-                "the accumulation window ended before it was full, although its loader has a length, and gradients from"
-                " before it were kept: they would be multiplied, too. Give the loader the length that it has, or zero"
-                " gradients at the beginning of every window."
+                "the accumulation window ended before it was full, although its loader has a length, or some ranks had no"
+                " batch in it; and gradients from before it were kept, which would be multiplied, too. Have all loaders"
+                " yield as many batches as they say, or zero gradients at the beginning of every window."
             )
         self._model.finish(parameters, factor)
         return True
