@@ -199,6 +199,10 @@ FAULTS = {
     "None from the loader": Fault(
         "rank 1 ended with RuntimeError: the train loader yielded None on rank 1", "on rank 1. Lightning skips",
         moment="on_before_batch_transfer", act=to_nothing),
+    "None from the last transfer hook": Fault(
+        "rank 1 ended with RuntimeError: the train loader yielded None on rank 1", "on rank 1. Lightning skips",
+        moment="on_after_batch_transfer", act=to_nothing, strategy={"reduction": "weighted_mean"},
+        accumulate_grad_batches=2),
     "the disk is full while a checkpoint is written": Fault(
         "No space left on device", "rank 0 ended with OSError: [Errno 28] No space left on device",
         moment="on_save_checkpoint", act=fill_disk, rank=0),

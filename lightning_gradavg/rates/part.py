@@ -146,10 +146,10 @@ class Rates(Part):
         self._hooks.enter_context(replaced(owner, name, surrounded))
 
     def on_train_batch_start(self) -> None:
-        """Begin a batch, and with it a step. Callbacks may move batches at any other time."""
+        """Begin a batch, and with it a step."""
         if self.run.loop.accumulation != self._accumulation:
             self._set_batch()
-        if self.scales and self.run.module.automatic_optimization and self.run.loop.between_batches:
+        if self.scales and self.run.module.automatic_optimization:
             self.end()
             self.apply()
 
