@@ -167,8 +167,8 @@ class Stock(Engine):
         if factor != 1 and self._kept_in_place:
             raise RuntimeError(
                 "the accumulation window ended before it was full, although its loader has a length, or some ranks had"
-                " no batch in it; and gradients from before it were kept, which would be multiplied, too. Have all loaders"
-                " yield as many batches as they say, or zero gradients at the beginning of every window."
+                " no batch in it; and gradients from before it were kept, which would be multiplied, too. Have all"
+                " loaders yield as many batches as they say, or zero gradients at the beginning of every window."
             )
         self._model.finish(parameters, factor)
         return True
