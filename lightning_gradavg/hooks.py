@@ -138,6 +138,13 @@ _UNDER_WAY: WeakKeyDictionary[dist.ProcessGroup, list[Iterator[None]]] = WeakKey
 def _reduce(
     state: dist.ProcessGroup | None, bucket: dist.GradBucket, wire: _Code | None = None, *, by_node: bool = False
 ) -> Future[Tensor]:
+    with torch.profiler.record_function("GradAvg: reduce bucket"):
+        return _begin_to_reduce(state, bucket, wire, by_node=by_node)
+
+
+def _begin_to_reduce(
+    state: dist.ProcessGroup | None, bucket: dist.GradBucket, wire: _Code | None, *, by_node: bool
+) -> Future[Tensor]:
     world, buffer = World.of(state), bucket.buffer()
     group, real, on_cpu = world.group, buffer.dtype.to_real(), buffer.device.type == "cpu"
     future: Future[Tensor] = Future() if on_cpu else Future(devices=[buffer.device])
