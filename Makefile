@@ -56,9 +56,10 @@ demo: $(READY)  ## Train for real, print and plot the comparison; output in demo
 	$(BIN)/python -m examples.demo
 	$(BIN)/python -m examples.demo.same_bits
 
-gpu: $(READY)  ## Run every path on CUDA and NCCL, on the one GPU of this machine; see docs/accelerators.md
+gpu: $(READY)  ## Run every path on CUDA and NCCL, on the one GPU of this machine, and time host reads; see docs/accelerators.md
 	@$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('make gpu needs a CUDA device, and torch finds none')"
-	$(BIN)/python -m pytest -m gpu -s
+	$(BIN)/python -m pytest -m gpu -s; tests=$$?; \
+	$(BIN)/python -m benchmarks.host_read && exit $$tests
 
 clean:  ## Remove .venv, caches and output
 	rm -rf $(VENV) dist demo_output docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -44,7 +44,7 @@ class Measured(LightningModule):
         weight: What the training step returns as its weight; None for none. If `varying`, it grows by 1 in each step.
     """
 
-    def __init__(self, network: nn.Module, weight: float | None = None) -> None:
+    def __init__(self, network: nn.Module, weight: float | Tensor | None = None) -> None:
         super().__init__()
         self.network = network
         self.weight = weight

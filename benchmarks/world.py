@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.run import main as torchrun
 
+from benchmarks.one_gpu import alone_on_a_gpu
+
 __all__ = ["World", "is_rank", "joined", "quiet", "sent_by", "slowest", "start"]
 
 
@@ -48,14 +50,21 @@ def start(module: str, ranks: int, arguments: Sequence[str]) -> None:
 
 
 @contextmanager
-def joined() -> Iterator[World]:
-    """Join the process group that torchrun prepared, and leave it in the end: on GPUs where every rank has one."""
+def joined(*, shares_gpu: bool = False) -> Iterator[World]:
+    """Join the process group that torchrun prepared, and leave it in the end.
+
+    Args:
+        shares_gpu: What happens where there are fewer GPUs than ranks: all ranks share the first one, or use CPUs.
+    """
     local_rank, ranks_on_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     device = torch.device("cpu")
     if torch.cuda.is_available() and torch.cuda.device_count() >= ranks_on_node:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+    elif torch.cuda.is_available() and shares_gpu:
+        device = torch.device("cuda", 0)
+        alone_on_a_gpu()
     quiet()
     dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
     try:

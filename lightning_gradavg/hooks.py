@@ -131,6 +131,14 @@ def _reduce(
     by_node: bool = False,
 ) -> Future[Tensor]:
     """Return the mean of a bucket, which goes from node to node in the type `wire`."""
+    with torch.profiler.record_function("GradAvg: reduce bucket"):
+        return _begin_to_reduce(state, bucket, wire, by_node=by_node)
+
+
+def _begin_to_reduce(
+    state: dist.ProcessGroup | None, bucket: dist.GradBucket, wire: torch.dtype | None, *, by_node: bool
+) -> Future[Tensor]:
+    """Begin the exchanges of a bucket; the future has its mean."""
     world = World.of(state)
     group = world.group
     buffer = bucket.buffer()

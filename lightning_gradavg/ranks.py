@@ -116,7 +116,8 @@ class World:
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        with torch.profiler.record_function("GradAvg: exchange objects"):
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def agree(
@@ -160,7 +161,8 @@ class World:
         if self.group is None:
             return value
         values = [value]
-        dist.broadcast_object_list(values, dist.get_global_rank(self.group, 0), group=self.group)
+        with torch.profiler.record_function("GradAvg: exchange objects"):
+            dist.broadcast_object_list(values, dist.get_global_rank(self.group, 0), group=self.group)
         return values[0]
 
     def nodes(self, why: str) -> list[int]:
@@ -178,12 +180,13 @@ class World:
         types = [entry.split(":")[0] for entry in dist.get_backend_config(self.group).split(",")]
         mine = row.to("cpu" if "cpu" in types else types[0])
         rows = mine.new_empty(self.size, len(row))
-        work = dist.all_gather(list(rows.unbind()), mine, group=self.group, async_op=True)
-        while meanwhile is not None and not work.is_completed():
-            meanwhile()
-            time.sleep(_POLL_SECONDS)
-        work.wait()
-        return rows.tolist()
+        with torch.profiler.record_function("GradAvg: exchange numbers"):
+            work = dist.all_gather(list(rows.unbind()), mine, group=self.group, async_op=True)
+            while meanwhile is not None and not work.is_completed():
+                meanwhile()
+                time.sleep(_POLL_SECONDS)
+            work.wait()
+            return rows.tolist()
 
 
 def _padded(numbers: Sequence[float]) -> list[float]:

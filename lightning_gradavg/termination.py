@@ -16,6 +16,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -60,9 +61,10 @@ class Termination(Part):
 
     def _agree(self) -> None:
         """Begin a batch, or raise `SIGTERMException` on all ranks."""
-        ends, requeues = self._read()
-        # The most, and not the sum: all ranks may receive one signal, at different steps.
-        self._under_way = Tally([self._received, self._requeues], "max", self.run.device, self.run.world.group)
+        with torch.profiler.record_function("GradAvg: agree on termination"):
+            ends, requeues = self._read()
+            # The most, and not the sum: all ranks may receive one signal, at different steps.
+            self._under_way = Tally([self._received, self._requeues], "max", self.run.device, self.run.world.group)
         if requeues > self._requeued:
             self._requeued = requeues
             self._requeue(signal.SIGUSR1, None)

@@ -9,7 +9,6 @@ no sparse tensors, no autocast and no static graph: run `make gpu` for those.
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from torch import Tensor
 from torch.utils import backend_registration
 
-__all__ = ["AVAILABLE", "BACKEND", "SimAccelerator", "alone_on_a_gpu", "load", "waits"]
+__all__ = ["AVAILABLE", "BACKEND", "SimAccelerator", "load", "waits"]
 
 AVAILABLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 """Whether this torch can have a device whose operators are written in Python."""
@@ -230,19 +229,3 @@ class SimAccelerator(CPUAccelerator):
     @staticmethod
     def name() -> str:
         return "sim"
-
-
-def alone_on_a_gpu() -> None:
-    """Have a process count as a host of its own, with kernels of all ranks on the GPU at once. Before NCCL starts.
-
-    NCCL refuses two ranks on one GPU otherwise; the traffic takes the network transport, as between nodes.
-    """
-    os.environ.update(
-        NCCL_HOSTID=f"gradavg-{os.getpid()}",
-        NCCL_SOCKET_IFNAME="lo",
-        NCCL_IB_DISABLE="1",
-        NCCL_P2P_DISABLE="1",
-        NCCL_SHM_DISABLE="1",
-        NCCL_MAX_CTAS="2",
-    )
-    torch.cuda.set_device(0)

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from accelerator import SimAccelerator, waits
 from lightning.pytorch import Callback
-from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from ranks import RankPool, make_trainer
@@ -36,6 +35,7 @@ from torch.utils.data import DataLoader
 from toys import WEIGHTED, OfTorch, Recorded
 
 import lightning_gradavg
+from benchmarks.one_gpu import OneGpu
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, average_gradients, gather, global_mean, hooks
 from lightning_gradavg.rules import RULES
 
@@ -151,14 +151,6 @@ class Save(Callback):
 
 
 MONITOR = partial(GradAvgMonitor, every_n_steps=2)
-
-
-class OneGpu(CUDAAccelerator):
-    """The first GPU, which all ranks of a node share."""
-
-    @staticmethod
-    def parse_devices(devices: Any) -> list[int]:
-        return [0] * devices
 
 
 class Counter(Callback):

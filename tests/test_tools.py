@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import os
 import sys
 import threading
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, redirect_stdout
 from pathlib import Path
 from unittest import mock
 
@@ -18,8 +19,11 @@ from mutations.__main__ import ROOT, mutations
 from ranks import RankError, RankPool
 from structure import ROOT as PACKAGE
 
-from benchmarks import step
+from benchmarks import host_read, step
+from benchmarks.block import WARMUP
+from benchmarks.models import MODELS, Measured
 from benchmarks.world import World
+from lightning_gradavg.reduction.totals import GatheredRows
 
 
 def fail_alone(code: int | None) -> None:
@@ -70,12 +74,17 @@ def test_defect_can_be_planted(mutation):
     assert all((ROOT / test.partition("::")[0]).exists() for test in mutation.tests if Path(test).suffix or "/" in test)
 
 
-def measure(*arguments: str) -> None:
-    """Body: be a rank of the benchmark, in the process group that is there."""
+def world_of_torchrun() -> World:
+    """Have the process count as one of torchrun's, and return the world of a benchmark in the process group."""
     rank, size = dist.get_rank(), dist.get_world_size()
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
     os.environ.update({name: str(value) for name, value in {**told, "TORCHELASTIC_RUN_ID": 1}.items()})
-    with mock.patch.object(step, "joined", return_value=nullcontext(World(torch.device("cpu"), size))):
+    return World(torch.device("cpu"), size)
+
+
+def measure(*arguments: str) -> None:
+    """Body: be a rank of the benchmark, in the process group that is there."""
+    with mock.patch.object(step, "joined", return_value=nullcontext(world_of_torchrun())):
         step.main(arguments)
 
 
@@ -88,6 +97,47 @@ def test_the_benchmark_of_a_step_saves_its_numbers(world, tmp_path):
     assert (2, names) == (model["world_size"], sorted(model["seconds"]))
     # Half of a ring's traffic leaves each of two ranks, and both share the interface.
     assert model["sent"]["DDP"][0] > model["gradient_bytes"]
+
+
+def reads_under(name: str) -> tuple[int, list[torch.Tensor]]:
+    """Body: train two steps under a variant; return how often the host read totals, and the parameters."""
+    torch.manual_seed(0)
+    module = Measured(MODELS["mlp"].model())
+    read = GatheredRows.read
+    with mock.patch.object(GatheredRows, "read", autospec=True, side_effect=read) as counted:
+        world = world_of_torchrun()
+        seconds = host_read.seconds_of(host_read.VARIANTS[name], module, MODELS["mlp"].batch(), 2, world)
+    assert seconds > 0
+    return counted.call_count, [parameter.detach() for parameter in module.parameters()]
+
+
+def test_the_benchmark_of_host_reads_leaves_out_all_but_the_first(world):
+    """The switch of the benchmark changes how often the host reads totals, and no parameter."""
+    steps = WARMUP + 2 + 1
+    found = {name: world(2).run(reads_under, name) for name in host_read.VARIANTS}
+    expected = dict(zip(host_read.VARIANTS, (0, 1, steps, steps), strict=True))
+    assert expected == {name: reads for name, ((reads, _), _) in found.items()}
+    assert expected == {name: reads for name, (_, (reads, _)) in found.items()}
+    _, (_, unread), (_, as_it_is), (_, on_device) = (of_ranks[0] for of_ranks in found.values())
+    assert all(map(torch.equal, unread, as_it_is))
+    assert all(map(torch.equal, on_device, as_it_is))
+
+
+def table_of_reads(*arguments: str) -> str:
+    """Body: be a rank of the benchmark of host reads, in the process group that is there; return what it prints."""
+    with (
+        mock.patch.object(host_read, "joined", return_value=nullcontext(world_of_torchrun())),
+        redirect_stdout(io.StringIO()) as printed,
+    ):
+        host_read.main(arguments)
+    return printed.getvalue()
+
+
+def test_the_benchmark_of_host_reads_prints_a_table(world):
+    table, nothing = world(2).run(table_of_reads, "--models", "mlp", "--rounds", "1", "--steps", "1")
+    assert nothing == ""
+    assert f"host reads: CPU, torch {torch.__version__}" in table
+    assert [name for name in host_read.VARIANTS if f" {name} " not in table] == []
 
 
 OF_NAMEDTUPLE: set[str] = set()  # `_replace` and the like are documented, in spite of the underscore

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from ranks import RankPool, ensure_forkserver, isolated
 
+from benchmarks.one_gpu import alone_on_a_gpu
+
 # No deadline and no random examples: a test says the same on every machine and on every run.
 hypothesis.settings.register_profile("reproducible", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("reproducible")
@@ -85,4 +87,4 @@ def sim_world() -> Iterator[Callable[[int], RankPool]]:
 @pytest.fixture(scope="session")
 def cuda_world() -> Iterator[Callable[[int], RankPool]]:
     """Return `cuda_world(n)`: like `world`, with NCCL, and the first GPU for all ranks."""
-    yield from _pools(backend="cpu:gloo,cuda:nccl", prepare=accelerator.alone_on_a_gpu)
+    yield from _pools(backend="cpu:gloo,cuda:nccl", prepare=alone_on_a_gpu)

@@ -224,9 +224,11 @@ class JoinedLoader(LoaderWrapper):
             own = batch is not _END
             self._last = batch if own else self._last
             self._same.compare(batch if own else None)
-            tally = Tally([own, self._last is _END], "sum", self._device, self.world.group)
+            with torch.profiler.record_function("GradAvg: exchange who has a batch"):
+                tally = Tally([own, self._last is _END], "sum", self._device, self.world.group)
             if begins or not own:
-                having, lacking = tally.read()
+                with torch.profiler.record_function("GradAvg: wait for who has a batch"):
+                    having, lacking = tally.read()
                 if having == 0:
                     return
                 if lacking > 0:

@@ -22,6 +22,7 @@ from itertools import chain
 from types import MethodType
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info
@@ -162,7 +163,8 @@ class ExactEvaluation(Evaluation):
         self._tell([loader.ranks_without_batch for loader in now.loaders])
         if model is not None and model.broadcast_buffers:
             buffers = (one for name, one in model.module.named_buffers() if name not in model.parameters_to_ignore)
-            broadcast_from_first(list(buffers), model.process_group)
+            with torch.profiler.record_function("GradAvg: broadcast buffers"):
+                broadcast_from_first(list(buffers), model.process_group)
         modules = self.run.module.modules()
         self._metrics = [one for one in modules if isinstance(one, Metric) and one.process_group is None]
         for metric in self._metrics:

@@ -26,8 +26,9 @@ def drifted(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, list[int]] | No
     the sum, no order of additions does. A collective operation, of an integer per tensor.
     """
     named = list(tensors)
-    sums = [_sum_of_bits(tensor.detach()).to(named[0][1].device) for _, tensor in named]
-    of_ranks = World.of(None).gather_integers(torch.stack(sums).tolist() if sums else [])
+    with torch.profiler.record_function("GradAvg: compare replicas"):
+        sums = [_sum_of_bits(tensor.detach()).to(named[0][1].device) for _, tensor in named]
+        of_ranks = World.of(None).gather_integers(torch.stack(sums).tolist() if sums else [])
     for (name, _), held in zip(named, zip(*of_ranks, strict=True), strict=True):
         usual = max(held, key=held.count)
         if found := [rank for rank, one in enumerate(held) if one != usual]:

@@ -74,21 +74,24 @@ def average_gradients(
     sums: list[tuple[list[Tensor], Tensor]] = []
     works: list[dist.Work] = []
     for members in buckets_of(gradients, _BUCKET_BYTES):
-        # In no fewer than 32 bits: a sum of float16 overflows and a pre-divided one underflows where the result does
-        # neither, and bfloat16 loses bits at every addition.
-        wide = torch.promote_types(members[0].dtype, torch.float32)
-        flat = torch.cat([gradient.reshape(-1) for gradient in members]).to(wide)
-        if factor > 0:
-            flat.mul_(factor)
-        else:
-            flat.zero_()  # 0 times NaN is NaN
-        if world.group is not None:
-            works.append(dist.all_reduce(flat, group=world.group, async_op=True))
+        with torch.profiler.record_function("GradAvg: reduce gradients"):
+            # In no fewer than 32 bits: a sum of float16 overflows and a pre-divided one underflows where the result
+            # does neither, and bfloat16 loses bits at every addition.
+            wide = torch.promote_types(members[0].dtype, torch.float32)
+            flat = torch.cat([gradient.reshape(-1) for gradient in members]).to(wide)
+            if factor > 0:
+                flat.mul_(factor)
+            else:
+                flat.zero_()  # 0 times NaN is NaN
+            if world.group is not None:
+                works.append(dist.all_reduce(flat, group=world.group, async_op=True))
         sums.append((members, flat))
-    for work in works:
-        work.wait()
-    for members, flat in sums:
-        copy_each(members, views_of(flat, members))
+    with torch.profiler.record_function("GradAvg: wait for gradients"):
+        for work in works:
+            work.wait()
+    with torch.profiler.record_function("GradAvg: write gradients"):
+        for members, flat in sums:
+            copy_each(members, views_of(flat, members))
 
 
 def _writable(parameter: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -65,17 +66,19 @@ def _zeros(gradient: Tensor | None) -> Tensor | None:
     if gradient is None:
         return None
     # A copy: autograd may hold the tensor elsewhere. In place, the layout of sparse and sharded gradients stays.
-    zeros = gradient.clone()
-    stored(zeros).fill_(0)
+    with torch.profiler.record_function("GradAvg: discard gradient"):
+        zeros = gradient.clone()
+        stored(zeros).fill_(0)
     return zeros
 
 
 def _without_nan(gradient: Tensor | None) -> Tensor | None:
     if gradient is None:
         return None
-    kept = gradient.clone()
-    values = stored(kept)
-    values.masked_fill_(values.isnan(), 0)
+    with torch.profiler.record_function("GradAvg: discard gradient"):
+        kept = gradient.clone()
+        values = stored(kept)
+        values.masked_fill_(values.isnan(), 0)
     return kept
 
 

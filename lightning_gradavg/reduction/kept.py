@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 __all__ = ["KeptGradients", "PieceGradients", "take_gradients"]
@@ -23,11 +24,14 @@ def take_gradients(parameters: Sequence[nn.Parameter]) -> Gradients:
 
 def _add(gradients: Gradients) -> None:
     """Add gradients to those that the parameters have."""
-    for parameter, gradient in gradients.items():
-        if parameter.grad is None:  # the loss does not reach it in this window
-            parameter.grad = gradient
-        else:
-            parameter.grad.add_(gradient)
+    if not gradients:
+        return
+    with torch.profiler.record_function("GradAvg: add kept gradients"):
+        for parameter, gradient in gradients.items():
+            if parameter.grad is None:  # the loss does not reach it in this window
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
 
 
 class KeptGradients:
@@ -41,8 +45,11 @@ class KeptGradients:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         """Keep the gradients of some parameters, and remove them from there."""
         self._parameters = parameters
-        # Copies: a gradient may be a view of a bucket of DDP, which the next reduction overwrites.
-        self._kept = {parameter: gradient.clone() for parameter, gradient in take_gradients(parameters).items()}
+        self._kept = take_gradients(parameters)
+        if self._kept:
+            with torch.profiler.record_function("GradAvg: keep gradients"):
+                # Copies: a gradient may be a view of a bucket of DDP, which the next reduction overwrites.
+                self._kept = {parameter: gradient.clone() for parameter, gradient in self._kept.items()}
 
     def add_back(self) -> None:
         """Add them to the gradients of the window."""

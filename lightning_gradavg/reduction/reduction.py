@@ -429,16 +429,17 @@ class Reduction(Part):
         """Return the name of the first parameter whose gradient is not finite."""
         names: list[str] = []
         finite: list[Tensor] = []
-        for name, parameter in self.run.module.named_parameters():
-            if parameter.grad is not None:
-                names.append(name)
-                finite.append(stored(parameter.grad).isfinite().all())
-        if not finite:
-            return None
-        # One wait for the device instead of one for each parameter.
-        for name, is_finite in zip(names, torch.stack(finite).tolist(), strict=True):
-            if not is_finite:
-                return name
+        with torch.profiler.record_function("GradAvg: check gradients"):
+            for name, parameter in self.run.module.named_parameters():
+                if parameter.grad is not None:
+                    names.append(name)
+                    finite.append(stored(parameter.grad).isfinite().all())
+            if not finite:
+                return None
+            # One wait for the device instead of one for each parameter.
+            for name, is_finite in zip(names, torch.stack(finite).tolist(), strict=True):
+                if not is_finite:
+                    return name
         return None
 
     def _leave_out(self) -> None:
@@ -448,13 +449,14 @@ class Reduction(Part):
 
     def _require_lost_on_all_ranks(self) -> None:
         """Raise a RuntimeError if another rank has a loss in this step. Without any, Lightning skips the step, too."""
-        for parameter in self._parameters:
-            if parameter.requires_grad and parameter.grad is not None and bool(stored(parameter.grad).any()):
-                raise RuntimeError(
-                    f"training_step returned no loss on rank {self.run.world.rank}, and one on others. Return one on"
-                    ' all ranks, such as {"loss": loss, "weight": 0} under a rule with weights; or have such a step'
-                    " left out by nonfinite='skip_step'."
-                )
+        with torch.profiler.record_function("GradAvg: check gradients"):
+            for parameter in self._parameters:
+                if parameter.requires_grad and parameter.grad is not None and bool(stored(parameter.grad).any()):
+                    raise RuntimeError(
+                        f"training_step returned no loss on rank {self.run.world.rank}, and one on others. Return one"
+                        ' on all ranks, such as {"loss": loss, "weight": 0} under a rule with weights; or have such a'
+                        " step left out by nonfinite='skip_step'."
+                    )
 
     def is_at_window_start(self) -> bool:
         """Return whether the next micro-batch begins a window."""

@@ -109,7 +109,7 @@ class _Normalize(torch.autograd.Function):
         number = torch.full((1,), n, dtype=torch.float64, device=values.device)  # exact, unlike in float32
         row = torch.cat([variance.double(), mean.double(), number])
         of_ranks = row.new_empty(world.size, len(row))
-        with ours():
+        with ours(), torch.profiler.record_function("GradAvg: exchange batch norm statistics"):
             dist.all_gather(list(of_ranks.unbind()), row, group=world.group)
         total = of_ranks[:, -1].sum()
         if n <= 1 and total.item() == 1:  # only ranks with so few rows wait for an accelerator
@@ -143,7 +143,8 @@ class _Normalize(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             sums = torch.cat([of_bias, of_weight]).double()
             sums = without_discarded_nan(sums) if ctx.counted else torch.zeros_like(sums)  # they may be NaN
-            dist.all_reduce(sums, group=ctx.world.group)
+            with torch.profiler.record_function("GradAvg: exchange batch norm gradients"):
+                dist.all_reduce(sums, group=ctx.world.group)
             to_mean, to_deviation = ((part / total.clamp(min=1)).to(wide).view(shape) for part in sums.chunk(2))
             dy = normalized.mul_(-to_deviation).add_(dy).sub_(to_mean)
             scale = inverse if weight is None else inverse * weight.double()

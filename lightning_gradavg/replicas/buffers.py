@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from lightning_gradavg.lightning_internals import broadcast_from_first, buffers_of, version_of
@@ -52,7 +53,8 @@ class SharedBuffers:
         """Keep what the first piece wrote; with a world, that of rank 0. A collective operation."""
         self._write(self._of_first)
         if world is not None:
-            broadcast_from_first(self._held, world.group)
+            with torch.profiler.record_function("GradAvg: broadcast buffers"):
+                broadcast_from_first(self._held, world.group)
 
     def require_written_in_place(self) -> None:
         """Raise a RuntimeError if the step has written what a rank would write once for each of its pieces."""

@@ -229,7 +229,8 @@ class LogExchange:
         if 0 < length <= self._lines:
             row[values][:length] = torch.stack([part.value for part in logged])
         begins = length > 0 and not self._expected
-        rows = self._world.gather_row(row, self._require_company if begins else None)
+        with torch.profiler.record_function("GradAvg: exchange logged values"):
+            rows = self._world.gather_row(row, self._require_company if begins else None)
         return [_Row(one[0], int(one[1]), one[sizes], one[values]) for one in rows]
 
     def _expect(self, lengths: Sequence[int]) -> None:

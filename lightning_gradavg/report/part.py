@@ -158,10 +158,11 @@ class Reports(Part):
         scaler = getattr(self.run.trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             loss_scale = float(scaler.get_scale())
-        reduced_square = squared_norm([parameter.grad for parameter in self._parameters], self.run.device)
-        local_square = _total(local.values(), self.run.device)
-        norm = math.sqrt(reduced_square) / loss_scale
-        local_norm = math.sqrt(local_square) / loss_scale
+        with torch.profiler.record_function("GradAvg: measure gradients"):
+            reduced_square = squared_norm([parameter.grad for parameter in self._parameters], self.run.device)
+            local_square = _total(local.values(), self.run.device)
+            norm = math.sqrt(reduced_square) / loss_scale
+            local_norm = math.sqrt(local_square) / loss_scale
         ranks = self.run.world.gather_objects(measure_rank(record, self._rule, local_norm))
         step = self.run.trainer.global_step
         self._report = StepReport.of(self._rule, ranks, gradient_norm=norm, step=step, **self._facts())

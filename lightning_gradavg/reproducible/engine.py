@@ -106,7 +106,8 @@ class Tree(Engine):
         assert self._sum is not None
         complete = range(replica, self._replicas_of_rank.stop) if self._ends else range(replica, replica + 1)
         for index in complete:
-            self._sum.add(index, self._gradients.pop(index, {}))
+            with torch.profiler.record_function("GradAvg: add replica"):
+                self._sum.add(index, self._gradients.pop(index, {}))
 
     def _make_tree(self) -> None:
         """Make a tree for the parameters that train now, unless there is one."""
@@ -134,7 +135,8 @@ class Tree(Engine):
         if not self._rule.uses_weight:
             return 1.0
         assert self._exchange is not None
-        rows = self._exchange.read()
+        with torch.profiler.record_function("GradAvg: wait for totals"):
+            rows = self._exchange.read()
         length = len(Totals._fields)
         totals = Totals.over([row[:length] for row in rows])
         normalizers = [number for row in rows for number in row[length:]]

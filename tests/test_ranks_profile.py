@@ -1,0 +1,138 @@
+"""A profile shows what the package does in a step: each exchange and each pass over gradients, by a name of its own."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import make_trainer
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader
+from toys import WEIGHTED, Toy
+
+from lightning_gradavg import GradAvgStrategy, average_gradients, gather, global_mean, hooks
+
+
+class Net(Toy):
+    """Logs a value in each step; the gradients from before a window are kept."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = super().training_step(batch, batch_idx)
+        self.log("value", 1.0)
+        return found
+
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        """Nothing: what a step leaves adds up with the next one."""
+
+
+def train(options: Mapping[str, Any], weight: float = 2.0, observes: bool = False, **trainer_options: Any) -> None:
+    weighs = (lambda batch, batch_idx: weight) if "reduction" in options else None
+    module = Net(weight=weighs, dtype=torch.float32)
+    strategy = GradAvgStrategy(**options)
+    if observes:
+        strategy.observe_next_step()
+    data: Any = torch.arange(32.0)
+    trainer = make_trainer(strategy, max_epochs=1, limit_train_batches=3, **trainer_options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, DataLoader(data, batch_size=4))
+
+
+def weigh_zero() -> None:
+    """The gradients of one rank do not count."""
+    train(WEIGHTED, weight=float(dist.get_rank()))
+
+
+def average() -> None:
+    module = nn.Linear(3, 3)
+    module(torch.ones(2, 3)).sum().backward()
+    average_gradients(module)
+
+
+def gather_rows() -> None:
+    gather(torch.ones(2, 3, requires_grad=True)).sum().backward()
+
+
+def mean_of_all() -> None:
+    global_mean(torch.ones((), requires_grad=True), 1).backward()
+
+
+def reduce_by_hook() -> None:
+    model = DistributedDataParallel(nn.Linear(3, 3))
+    model.register_comm_hook(None, hooks.bfloat16)
+    model(torch.ones(2, 3)).sum().backward()
+
+
+TREE = {"num_replicas": 2, "reproducible": True, "reduction": "weighted_mean"}
+SCOPES: Mapping[str, tuple[Callable[[], None], set[str]]] = {
+    "weighted_mean": (partial(train, WEIGHTED), {"exchange totals", "wait for totals", "agree on termination"}),
+    "weighted_mean in windows": (
+        partial(train, WEIGHTED, accumulate_grad_batches=3),
+        {"choose lift", "exchange totals", "wait for totals", "scale gradients"},
+    ),
+    "sum": (partial(train, {"reduction": "sum"}), {"agree on termination"}),
+    "kept gradients": (
+        partial(train, {"reduction": "weighted_mean", "nonfinite": "raise"}),
+        {"keep gradients", "add kept gradients", "check gradients"},
+    ),
+    "weight 0": (weigh_zero, {"discard gradient"}),
+    "reproducible": (
+        partial(train, TREE),
+        {"exchange totals", "wait for totals", "add replica", "sum of replicas"},
+    ),
+    "replicas": (
+        partial(train, {"equivalent_to": "data_parallel", "num_replicas": 4}),
+        {"exchange logged values", "exchange numbers", "broadcast buffers", "add kept gradients"},
+    ),
+    "check_replicas": (
+        partial(train, {**WEIGHTED, "check_replicas_every_n_steps": 1}),
+        {"compare replicas", "exchange numbers"},
+    ),
+    "report": (partial(train, WEIGHTED, observes=True), {"measure gradients", "exchange objects"}),
+    "average_gradients": (
+        average,
+        {"exchange numbers", "reduce gradients", "wait for gradients", "write gradients"},
+    ),
+    "gather": (gather_rows, {"exchange numbers", "exchange gathered rows"}),
+    "global_mean": (mean_of_all, {"global_mean", "exchange numbers"}),
+    "hook": (reduce_by_hook, {"reduce bucket"}),
+}
+"""Of each: what runs, and the scopes that it has at least."""
+ALL_IN_SCOPES = ("average_gradients", "gather", "global_mean")
+"""What has no collectives but those of the package: each of them is in a scope."""
+
+
+def profiled(name: str) -> tuple[set[str], set[str]]:
+    """Body: return the scopes of the package in a profile, and the collectives that are in none."""
+    run, _ = SCOPES[name]
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        run()
+    scopes, outside = set(), set()
+    for event in found.events():
+        prefix, _, scope = event.name.partition("GradAvg: ")
+        if scope and not prefix:
+            scopes.add(scope)
+        if event.name.startswith("c10d::"):
+            parent = event
+            while parent is not None and not parent.name.startswith("GradAvg: "):
+                parent = parent.cpu_parent
+            if parent is None:
+                outside.add(event.name)
+    return scopes, outside
+
+
+@pytest.mark.parametrize("name", SCOPES)
+def test_a_profile_names_every_exchange_and_every_pass_over_gradients(name, world):
+    _, expected = SCOPES[name]
+    found = world(2).run(profiled, name)
+    has_all = [expected <= scopes for scopes, _ in found]
+    assert has_all == ([True, False] if name == "weight 0" else [True, True])  # whose gradients count on one rank
+    if name in ALL_IN_SCOPES:
+        assert [set(), set()] == [outside for _, outside in found]
