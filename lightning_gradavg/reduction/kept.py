@@ -24,7 +24,7 @@ def take_gradients(parameters: Sequence[nn.Parameter]) -> Gradients:
 def _add(gradients: Gradients) -> None:
     """Add gradients to those that the parameters have."""
     for parameter, gradient in gradients.items():
-        if parameter.grad is None:
+        if parameter.grad is None:  # the loss does not reach it in this window
             parameter.grad = gradient
         else:
             parameter.grad.add_(gradient)
@@ -50,6 +50,7 @@ class KeptGradients:
 
     def restore(self) -> None:
         """Put them in place of the gradients of the window."""
+        # Also where there was none: what the window has accumulated is of this rank alone.
         for parameter in self._parameters:
             parameter.grad = self._kept.get(parameter)
 

@@ -17,8 +17,9 @@ from lightning_gradavg.ranks import Contribution, World
 from lightning_gradavg.reduction.average import needs_weight
 from lightning_gradavg.reduction.gradients import ModelGradients, ReplicatedGradients
 from lightning_gradavg.reduction.guard import BypassGuard
+from lightning_gradavg.reduction.lift import WindowOptions
 from lightning_gradavg.reduction.loss import WeighedLoss, Weights, require_loss
-from lightning_gradavg.reduction.window import OpenWindows, Window, WindowOptions
+from lightning_gradavg.reduction.window import OpenWindows, Window
 from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule
 
 __all__ = ["GradAvgReducer"]
