@@ -78,12 +78,15 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
     Pass the weight with the loss, `fabric.backward(loss, weight=n)`. Micro-batches within
     `fabric.no_backward_sync(model)` belong to the window that ends with the next backward outside of it. Don't divide
     the loss by the window's length, except under the plain mean. Without options this computes the bits of stock DDP.
+    For loss terms that have counts of their own, use `lightning_gradavg.global_mean` under the plain mean. Two
+    optimizers have windows of their own if each backward freezes the other one's parameters. See docs/reduction.md.
 
     Args:
         reduction: The name of a rule, or a function `(place, weight) -> Share`. See `lightning_gradavg.rules`.
         split_batches: True if the loaders' batches are the global batches. Every rank gets its contiguous chunk of
             each, and the default weight is the number of its samples.
-        options: Options of Fabric's `DDPStrategy` and of `DistributedDataParallel`, by name.
+        options: Options of Fabric's `DDPStrategy` and of `DistributedDataParallel`, by name. The default of
+            `gradient_as_bucket_view` is True for every rule but the plain mean, under which this is stock DDP.
 
     Raises:
         ValueError: If `reduction` names no rule, or an option cannot be combined with it.

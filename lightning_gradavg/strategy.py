@@ -74,7 +74,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     Return the weight from `training_step`, `{"loss": loss, "weight": n}`, or pass it to
     `self.manual_backward(loss, weight=n)`. The default is the number of samples in the batch. For loss terms that have
-    counts of their own, use `lightning_gradavg.global_mean` under the plain mean.
+    counts of their own, use `lightning_gradavg.global_mean` under the plain mean. See docs/reduction.md.
 
     Args:
         reduction: The name of a rule, or a function `(place, weight) -> Share`. See `lightning_gradavg.rules`.
