@@ -326,25 +326,36 @@ def store_of_world() -> Any:
 
 
 class _AfterBackward:
+    """Queued callbacks of autograd: `ended` after the backward and what others have queued in it, else `failed`.
+
+    The engine drops its queue when a backward, or a callback in the queue, raises. A dropped callback is freed.
+    """
+
     def __init__(self, ended: Callable[[], None], failed: Callable[[], None]) -> None:
-        self._ended, self._failed, self._called = ended, failed, False
+        self._ended, self._failed, self._has_run, self._is_queued_again = ended, failed, False, False
 
     def __call__(self) -> None:
-        self._called = True
-        # DDP queued the end of its reduction while the backward ran.
-        torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+        if not self._is_queued_again:
+            # DDP queued the end of its reduction while the backward ran, and it may raise: behind that.
+            self._is_queued_again = True
+            torch.autograd.Variable._execution_engine.queue_callback(self)
+            return
+        self._has_run = True
+        self._ended()
 
     def __del__(self) -> None:
-        if not self._called:
+        if not self._has_run:
             self._failed()
 
 
 def after_backward(ended: Callable[[], None], failed: Callable[[], None]) -> None:
-    """Call `ended` after the backward that runs now and DDP's reduction, or `failed` if it raises.
-
-    The engine drops its queued callbacks when a backward raises.
-    """
+    """Call `ended` after the backward that runs now and DDP's reduction, or `failed` if one of them raises."""
     torch.autograd.Variable._execution_engine.queue_callback(_AfterBackward(ended, failed))
+
+
+def parameters_known_to(model: Any) -> int:
+    """Return how many parameters DDP reduces: those that trained when it was made."""
+    return int(model._get_ddp_logging_data()["num_parameter_tensors"])
 
 
 version_of = attrgetter("_version")
@@ -380,6 +391,19 @@ def averages_of(module: Any) -> list[tuple[int, float]]:
         divisor = getattr(group, "gradient_divide_factor", getattr(group, "reduce_scatter_divide_factor", None))
         found.append((ranks, divisor or ranks))
     return found
+
+
+def discard_unsharded_gradients(module: nn.Module) -> None:
+    """Free what backwards without a reduction have accumulated in the unsharded parameters of a sharded model."""
+    for submodule in sharded_modules(module):
+        state = submodule._get_fsdp_state()
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        for group in filter(None, groups):
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                unsharded = getattr(parameter, "_unsharded_param", None)
+                if unsharded is not None:
+                    unsharded.grad = None
 
 
 def buckets_of(tensors: Sequence[Tensor], size: int) -> list[list[Tensor]]:

@@ -71,7 +71,7 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
                 options = sharded_options(rule, gradients, user_ends_windows=manual)
                 windows = OpenWindows(options, gradients)
                 engine = Weighed(windows, PieceGradients(()))
-                self._guard = BypassGuard(gradients.leaves(), rule.name, lambda: windows.run_backward)
+                self._guard = BypassGuard(gradients.leaves(), rule.name, lambda: windows.are_in_backward)
             self._reduction.begin(replace(run, places=tuple(gradients.places)), engine)
             self._termination.configure_ddp(run)
             rank_zero_info(

@@ -179,12 +179,14 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
             # A user computes a loss between two batches, perhaps on one rank, which is no part of any window.
             return super().training_step(*args, **kwargs)
         arguments = *args, *kwargs.values()
-        self._reduction.begin_step(next(iter(arguments), None), self._batches.missing)
+        batches = self._batches
+        self._reduction.begin_step(next(iter(arguments), None), batches.missing, may_miss=batches.joins)
         self._batches.stepping = True
         try:
             output: STEP_OUTPUT = self._run_step(super().training_step, *arguments)
         finally:
             self._batches.stepping = False
+            self._reduction.end_step()
         return output
 
     def _run_step(self, forward: Callable[..., Any], *arguments: Any) -> Any:

@@ -35,13 +35,15 @@ class StepFacts(NamedTuple):
         divisor: N, what Lightning divides the loss by: `accumulate_grad_batches`; None in manual optimization, where it
             divides by nothing, and the user ends windows.
         missing: Number of ranks that have no batch of their own for this step.
-        may_end_early: Whether the window may end before it has N micro-batches.
+        length: Number of the window's batches so far, with that of this step.
+        may_end_early: Whether the window may have fewer than N micro-batches, on some ranks or on all.
     """
 
     begins_window: bool
     divisor: int | None
     missing: int
-    may_end_early: bool
+    length: int = 1
+    may_end_early: bool = False
 
 
 class Engine(ABC):
@@ -107,8 +109,9 @@ class Stock(Engine):
         self._model = model
         self._world_size = world_size
         self._kept: KeptGradients | None = None  # those from before the window, while they are set aside
-        self._facts = StepFacts(begins_window=False, divisor=None, missing=0, may_end_early=False)
+        self._facts = StepFacts(begins_window=False, divisor=None, missing=0)
         self._is_last = False
+        self._was_cut = False  # whether gradients may be left of a window that no rank has reduced
         self._begin_window()
 
     def _begin_window(self) -> None:
@@ -117,12 +120,12 @@ class Stock(Engine):
         self._kept_in_place = False  # whether gradients from before the window are added up with its own
 
     def begin_step(self, facts: StepFacts) -> None:
-        """Note N, and drop a window that an epoch has cut off."""
+        """Note N. Of a window that an epoch has cut off, stock reduces in the next one what the user does not zero."""
         self._facts = facts
         if facts.begins_window:
-            # An epoch that ends within a window leaves local gradients, which no rank reduces any more.
+            self._was_cut |= not self.is_empty
             if self._kept is not None:
-                self._kept.restore()
+                self._kept.add_back()
                 self._kept = None
             self._begin_window()
 
@@ -139,7 +142,11 @@ class Stock(Engine):
             self._set_aside()
         # A stand-in: the rank has no batch, or no loss. Multiplying its loss by 0 would leave NaN.
         if loss.micro_batch.counts:
-            run()
+            try:
+                run()
+            except BaseException:
+                self._begin_window()  # a user's loop may go on
+                raise
             return
         discarded = DiscardedGradients(self._model.leaves(), loss.micro_batch)
         try:
@@ -153,8 +160,10 @@ class Stock(Engine):
         # the last bits of a full window, as stock adds before it averages (`test_ranks_stock.py`: kept gradients in
         # windows).
         has_gradients = any(parameter.grad is not None for parameter in self._model.parameters())
-        self._kept_in_place = has_gradients and not self._facts.may_end_early
-        if has_gradients and self._facts.may_end_early:
+        # Gradients of a window that was cut off are not reduced yet, and must not be set aside.
+        sets_aside = has_gradients and self._facts.may_end_early and not self._was_cut
+        self._kept_in_place = has_gradients and not sets_aside
+        if sets_aside:
             self._kept = KeptGradients(self._model.parameters())
 
     def reduce(self) -> bool:
@@ -178,7 +187,8 @@ class Stock(Engine):
         divisor = self._facts.divisor
         if divisor is None:
             return 1.0
-        pairs = self._world_size * len(self._micro_batches) - self._missed
+        # By the loop's count: L-BFGS evaluates its closure several times, with one batch.
+        pairs = self._world_size * self._facts.length - self._missed
         return factor_after(divisor, self._world_size, pairs, lift=1.0)
 
     def record(self) -> WindowRecord:
@@ -195,6 +205,7 @@ class Stock(Engine):
         if self._kept is not None and not skipped:
             self._kept.add_back()
             self._kept = None
+        self._was_cut = False
         self._begin_window()
 
     @property
@@ -212,7 +223,7 @@ class Weighed(Engine):
         self._pieces = pieces
         self._pieces_of_step = 0  # backwards of the running step that ran within `training_step`
         self._window: Window | None = None
-        self._facts = StepFacts(begins_window=False, divisor=None, missing=0, may_end_early=False)
+        self._facts = StepFacts(begins_window=False, divisor=None, missing=0)
 
     @property
     def _now(self) -> Window:

@@ -31,6 +31,9 @@ class ModelGradients(Protocol):
     def finish(self, parameters: Sequence[nn.Parameter], factor: float) -> None:
         """Multiply the reduced gradients of some parameters by a factor. May be a collective operation."""
 
+    def discard(self) -> None:
+        """Free what a window has accumulated elsewhere than in the parameters, when it is abandoned."""
+
 
 class ReplicatedGradients:
     """The gradients of a model that every rank has in full, and DDP averages.
@@ -68,6 +71,9 @@ class ReplicatedGradients:
         """Average what DDP does not know, and multiply the gradients by a factor. A collective operation."""
         self.average_unfrozen(parameters)
         scale_gradients(parameters, factor)
+
+    def discard(self) -> None:
+        """Do nothing: all gradients are those of the parameters."""
 
     def average_unfrozen(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average the gradients of those that were frozen when DDP was built, and train now."""

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_gradavg.lightning_internals import stored
 from lightning_gradavg.reduction.loss import MicroBatch
 
-__all__ = ["BypassGuard", "DiscardedGradients", "without_discarded_nan"]
+__all__ = ["BypassGuard", "DiscardedGradients", "ReachedParameters", "without_discarded_nan"]
 
 _discarding: set[DiscardedGradients] = set()
 """The guards of the backward that runs. One runs at a time, on threads of autograd that see no context variables."""
@@ -93,12 +93,14 @@ class BypassGuard:
         """Guard some parameters; `is_weighed` returns whether the backward of a weighed loss runs."""
         self._rule_name = rule_name
         self._is_weighed = is_weighed
-        self._handles = [leaf.register_hook(self._check) for leaf in leaves if leaf.requires_grad]
+        # After the gradient is accumulated: `torch.autograd.grad` accumulates none, and calls no such hook.
+        self._handles = [leaf.register_post_accumulate_grad_hook(self._check) for leaf in leaves if leaf.requires_grad]
 
-    def _check(self, gradient: Tensor) -> None:
+    def _check(self, leaf: Tensor) -> None:
         if not self._is_weighed():
+            leaf.grad = None
             raise RuntimeError(
-                f"a gradient of shape {tuple(gradient.shape)} reached the model by a backward that bypassed"
+                f"a gradient of shape {tuple(leaf.shape)} reached the model by a backward that bypassed"
                 f" reduction={self._rule_name!r}, so it would be averaged. Call self.manual_backward,"
                 " fabric.backward or GradAvgReducer.weigh(...).backward() with weight= instead of loss.backward()."
             )
@@ -108,3 +110,21 @@ class BypassGuard:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+class ReachedParameters:
+    """Notes which parameters a backward reaches, from its making until `end`."""
+
+    def __init__(self, leaves: Iterable[nn.Parameter]) -> None:
+        """Watch the parameters into which autograd accumulates."""
+        self._found: set[Tensor] = set()
+        self._handles = [
+            leaf.register_post_accumulate_grad_hook(self._found.add) for leaf in leaves if leaf.requires_grad
+        ]
+
+    def end(self) -> set[Tensor]:
+        """Return the parameters that have got a gradient."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        return self._found

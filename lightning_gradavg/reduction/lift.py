@@ -68,7 +68,7 @@ class Lift:
     """What losses carry beside their multipliers where `Z` is known only after the backward; one for all windows.
 
     `reduction.factor` has the table. Under a rule without weights it is known at once. Under a rule with weights it is
-    chosen in the first window whose loss has any weight.
+    chosen by the first micro-batch of the run.
     """
 
     def __init__(self, options: WindowOptions) -> None:
@@ -84,12 +84,14 @@ class Lift:
     def choose(self, normalizer: float) -> None:
         """Choose it by the largest normalizer of a micro-batch of any rank. A collective operation.
 
-        If no rank has any weight, the next window asks again.
+        It is asked once in a run, also if no rank has any weight then: a rank that begins its first window anew, as
+        after an exception, must not ask alone.
         """
         options = self._options
         with torch.profiler.record_function("GradAvg: choose lift"):
             (largest,) = Tally([normalizer], "max", options.device, options.world.group).read()
-        self._power_of_two = inverse_power_of_two(largest)
+        lift = inverse_power_of_two(largest)
+        self._power_of_two = 1.0 if lift is None else lift
 
     def value(self, divisor: float) -> float:
         """Return the lift of a window whose losses the training loop divides by `divisor`."""

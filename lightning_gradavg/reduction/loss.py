@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +55,6 @@ class WeighedLoss:
     Attributes:
         value: The loss to run the backward of.
         micro_batch: What is known of it.
-        factor: Set before the backward, when the totals of the window are known.
     """
 
     def __init__(
@@ -74,25 +74,48 @@ class WeighedLoss:
             on_backward: Called with this loss when its backward begins; it may set the factor.
         """
         self.micro_batch = micro_batch
-        self.factor = 1.0
-        self._on_backward = on_backward
+        self._factor = _Factor()
         self.value = loss
         if not multiplies:
             return
         # A node of its own: a hook on the node of the user's loss would also see other backwards through it.
         self.value = loss.clone()
+        if on_backward is not None:
+            # A loss without the graph: the graph holds the hook, and Python's garbage collector does not see a circle
+            # through it. Every step then kept its graph for ever (`test_window.py`: no step keeps its loss).
+            without_graph = WeighedLoss(loss.detach(), micro_batch, multiplies=False)
+            without_graph._factor = self._factor  # of the same class
+            self._factor.begin = partial(on_backward, without_graph)
         if self.value.grad_fn is not None:
-            self.value.grad_fn.register_prehook(self._multiply)
+            self.value.grad_fn.register_prehook(self._factor.multiply)
 
-    def _multiply(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    @property
+    def factor(self) -> float:
+        """What the gradient is multiplied by; set before the backward, when the totals of the window are known."""
+        return self._factor.value
+
+    @factor.setter
+    def factor(self, value: float) -> None:
+        self._factor.value = value
+
+
+class _Factor:
+    """The factor of a loss, which the graph of the loss holds. It must not hold the loss."""
+
+    def __init__(self) -> None:
+        self.value = 1.0
+        self.begin: Callable[[], None] | None = None  # called when the backward begins
+
+    def multiply(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Return the gradient at the root of a backward, multiplied."""
         (gradient,) = gradients
-        if self._on_backward is not None:
-            self._on_backward(self)
+        if self.begin is not None:
+            self.begin()
         # Equal weights leave the bits of the mean, and cost no kernel.
-        if gradient is None or self.factor == 1:
+        if gradient is None or self.value == 1:
             return gradients
         # The product with a Python number keeps the dtype, also of a scaled loss.
-        return (gradient * self.factor,)
+        return (gradient * self.value,)
 
 
 def as_weight(value: object) -> float:

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gradavg.lightning_internals import after_backward
+from lightning_gradavg.lightning_internals import after_backward, parameters_known_to
 from lightning_gradavg.place import places_on_nodes
 from lightning_gradavg.ranks import Contribution, World
 from lightning_gradavg.reduction.average import needs_weight
 from lightning_gradavg.reduction.gradients import ModelGradients, ReplicatedGradients
-from lightning_gradavg.reduction.guard import BypassGuard
+from lightning_gradavg.reduction.guard import BypassGuard, ReachedParameters
 from lightning_gradavg.reduction.lift import WindowOptions
 from lightning_gradavg.reduction.loss import WeighedLoss, Weights, require_loss
-from lightning_gradavg.reduction.window import OpenWindows, Window
+from lightning_gradavg.reduction.window import OpenWindows
 from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule
 
 __all__ = ["GradAvgReducer"]
@@ -92,6 +92,18 @@ class GradAvgReducer:
             "GradAvgReducer cannot reduce",
             lambda: Contribution([f"reduction={rule.name!r}, {rule.formula}"], node=node_of_rank),
         )
+        if self._windows is not None and not self._windows.are_empty:
+            raise RuntimeError(
+                "register is called within a window, which would be lost. Register models before the first backward, or"
+                " after one that reduces."
+            )
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if world.size > 1 and not model.parameters_to_ignore and len(trained) != parameters_known_to(model):
+            raise ValueError(
+                f"{len(trained)} parameters of the model require grad, but {parameters_known_to(model)} did when"
+                " DistributedDataParallel was made, which reduces those alone. Freeze or unfreeze parameters before you"
+                " wrap the model, or after register, which knows of the rest."
+            )
         # Each once: models may share some.
         parameters: dict[nn.Parameter, None] = {}
         for registered in [*self._models, model]:
@@ -105,7 +117,7 @@ class GradAvgReducer:
             world=world,
             device=next(model.parameters()).device,
             user_ends_windows=True,
-            has_float16=any(one.dtype == torch.float16 and one.requires_grad for one in parameters),
+            has_float16=any(one.dtype == torch.float16 for one in parameters),
         )
         self.watch(model, options, ReplicatedGradients(list(parameters), frozen=self._frozen, group=world.group))
 
@@ -129,7 +141,7 @@ class GradAvgReducer:
         windows = OpenWindows(options, gradients)
         self._windows = windows
         if not self._is_mean:
-            self._guard = BypassGuard(gradients.leaves(), self._rule.name, lambda: windows.run_backward)
+            self._guard = BypassGuard(gradients.leaves(), self._rule.name, lambda: windows.are_in_backward)
         if ends_window is not None:
             self._ends_window = ends_window
         self._models[model] = True
@@ -208,17 +220,34 @@ class GradAvgReducer:
 
     def _begin_backward(self, windows: OpenWindows, loss: WeighedLoss, *, last: bool, divisor: float) -> None:
         """Weigh a loss at the root of its backward, and finish the gradients after it."""
-        window: Window = windows.next(loss)
+        if windows.are_in_backward:
+            raise RuntimeError(
+                "a backward runs two weighed losses, and each of them would end its window. Add the losses up, and weigh"
+                " their sum."
+            )
+        window = windows.next(loss)
         window.add(loss, last=last, divisor=divisor)
         window.begin_backward(loss)
+        models = list(self._models)
+        reaching: ReachedParameters | None = None
+        if len(models) > 1:
+            reaching = ReachedParameters(parameter for model in models for parameter in model.parameters())
 
         def end() -> None:
-            for model in self._models:
-                self._models[model] = False
+            reached = None if reaching is None else reaching.end()
+            for model in models:
+                # One loss may reach only some of the models, as those of an actor and a critic.
+                if reached is None or any(parameter in reached for parameter in model.parameters()):
+                    self._models[model] = False
             if window.end_backward():
                 window.close()
 
-        after_backward(end, window.abandon)
+        def fail() -> None:
+            if reaching is not None:
+                reaching.end()
+            window.abandon()
+
+        after_backward(end, fail)
 
 
 def _say_nothing(_: str) -> None:

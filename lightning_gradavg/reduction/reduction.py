@@ -109,6 +109,7 @@ class Reduction(Part):
         self._is_holding = False  # whether the next backwards stay local
         self._is_lost = False  # whether this rank has no loss in the running step, and nobody judges it
         self._has_reduced = False
+        self._batch_number = -1  # of the training step before
         self._steps_in_pieces = False
         self._counts_ranks = False
         self._parameters: Sequence[nn.Parameter] = ()
@@ -156,7 +157,7 @@ class Reduction(Part):
             device=run.device,
             user_ends_windows=self.is_manual,
             in_pieces=self._steps_in_pieces,
-            has_float16=any(one.dtype == torch.float16 and one.requires_grad for one in self._parameters),
+            has_float16=any(one.dtype == torch.float16 for one in self._parameters),
             judges=self.judges,
         )
         return Weighed(OpenWindows(options, model), PieceGradients(self._parameters))
@@ -205,8 +206,8 @@ class Reduction(Part):
             self._refuse_windows_of_static_graph()
         self._is_holding = holding
 
-    def begin_step(self, batch: Any, missing: int = 0) -> None:
-        """Begin a training step with its batch, which `missing` ranks do not have."""
+    def begin_step(self, batch: Any, missing: int = 0, *, may_miss: bool = False) -> None:
+        """Begin a training step with its batch, which `missing` ranks do not have; `may_miss` if that can happen."""
         self._batch = batch
         self.pending = None  # of a step before, which has had no backward
         self._skips_backward = self.run.loop.skips_backward
@@ -215,7 +216,10 @@ class Reduction(Part):
             self._kept_of_lost_step = None
         if missing > 0:
             self._refuse_missing(missing)
-        self._engine.begin_step(self._step_facts(missing))
+        facts = self._step_facts(missing, may_miss=may_miss)
+        if facts.begins_window:
+            self._losses = []  # of a window that an epoch cut off
+        self._engine.begin_step(facts)
 
     def _refuse_missing(self, missing: int) -> None:
         """Raise a RuntimeError if the rule counts ranks, and some have no batch."""
@@ -228,18 +232,33 @@ class Reduction(Part):
                 " reduction='weighted_mean', which counts samples, or give all ranks the same number of batches."
             )
 
-    def _step_facts(self, missing: int) -> StepFacts:
+    def end_step(self) -> None:
+        """Forget the batch, when `training_step` has ended."""
+        self._batch = None
+
+    def _step_facts(self, missing: int, *, may_miss: bool) -> StepFacts:
         if self.is_manual:
-            return StepFacts(begins_window=False, divisor=None, missing=missing, may_end_early=False)
+            return StepFacts(begins_window=False, divisor=None, missing=missing)
         epoch_loop = self.run.trainer.fit_loop.epoch_loop
         divisor: int = self.run.trainer.accumulate_grad_batches
         position = epoch_loop.batch_idx % divisor
-        remaining = self.run.trainer.num_training_batches - epoch_loop.batch_idx + position
+        count = self.run.trainer.num_training_batches
+        remaining = count - epoch_loop.batch_idx + position
+        batch_number: int = epoch_loop.total_batch_idx
+        repeats = batch_number == self._batch_number
+        self._batch_number = batch_number
+        if repeats and divisor > 1 and not self.is_stock:
+            raise RuntimeError(
+                f"the optimizer evaluates its closure several times, as L-BFGS does, with reduction={self.rule.name!r}"
+                f" and accumulate_grad_batches={divisor}: each evaluation adds the last micro-batch once more. Do not"
+                " accumulate, or use another optimizer."
+            )
         return StepFacts(
             begins_window=position == 0,
             divisor=divisor,
             missing=missing,
-            may_end_early=remaining < divisor or self.run.trainer.num_training_batches == float("inf"),
+            length=position + 1,
+            may_end_early=may_miss or remaining < divisor or count == float("inf"),
         )
 
     def read(self, output: Any, samples: float | None, batch: Any, *, final: bool = True) -> Any:

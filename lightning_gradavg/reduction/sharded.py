@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_gradavg.lightning_internals import averages_of, sharded_modules
+from lightning_gradavg.lightning_internals import averages_of, discard_unsharded_gradients, sharded_modules
 from lightning_gradavg.options import refuse_unserved
 from lightning_gradavg.place import Place, places_on_nodes
 from lightning_gradavg.ranks import World, digest
@@ -47,7 +47,7 @@ def sharded_options(rule: Rule, gradients: ShardedGradients, *, user_ends_window
         world=World.of(None),
         device=gradients.device,
         user_ends_windows=user_ends_windows,
-        has_float16=any(leaf.dtype == torch.float16 and leaf.requires_grad for leaf in gradients.leaves()),
+        has_float16=any(leaf.dtype == torch.float16 for leaf in gradients.leaves()),
     )
 
 
@@ -63,6 +63,7 @@ class ShardedGradients:
         self.data_parallel_size = mesh["data_parallel"].size()
         self.device = next(module.parameters()).device
         self._rule = rule
+        self._module = module
         self._optimizers = optimizers
         self._peers = World.of(mesh["tensor_parallel"].get_group())
         shards: set[nn.Parameter] = set()
@@ -123,15 +124,20 @@ class ShardedGradients:
 
     def checked(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return a micro-batch with the problem that its tensor-parallel group weighs it differently, if it does."""
-        if not self._rule.uses_weight or micro_batch.problem is not None:
+        if not self._rule.uses_weight:
             return micro_batch
+        # Also with a problem of its own, which its peers do not know of: they wait here.
         (first, *others) = self._peers.gather_integers([digest(str(micro_batch.weight))])
-        if all(row == first for row in others):
+        if micro_batch.problem is not None or all(row == first for row in others):
             return micro_batch
         return micro_batch._replace(
             problem="ranks of one tensor-parallel group weigh one batch differently, here by"
             f" {micro_batch.weight:g}: have them read the same batches"
         )
+
+    def discard(self) -> None:
+        """Free the gradients that FSDP has not reduced yet."""
+        discard_unsharded_gradients(self._module)
 
     def finish(self, parameters: Sequence[nn.Parameter], factor: float) -> None:
         """Multiply the gradients of the shards."""

@@ -19,7 +19,13 @@ from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.loss import ALWAYS_OR_NEVER, MicroBatch
 from lightning_gradavg.rules import Rule
 
-__all__ = ["GatheredRows", "Totals", "TotalsExchange", "exact_sum", "must_agree", "raise_together"]
+__all__ = ["STOPPED_TRAINING", "GatheredRows", "Totals", "TotalsExchange", "exact_sum", "must_agree", "raise_together"]
+
+
+STOPPED_TRAINING = (
+    "a parameter stopped training within a window, so nothing reduces the gradient that it has. Freeze parameters"
+    " between two optimizer steps"
+)
 
 
 class Totals(NamedTuple):

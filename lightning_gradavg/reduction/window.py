@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from lightning_gradavg.lightning_internals import stored, version_of
 from lightning_gradavg.reduction.factor import factor_after, factor_before
 from lightning_gradavg.reduction.gradients import ModelGradients
-from lightning_gradavg.reduction.guard import DiscardedGradients
+from lightning_gradavg.reduction.guard import DiscardedGradients, ReachedParameters
 from lightning_gradavg.reduction.kept import KeptGradients
 from lightning_gradavg.reduction.lift import Lift, WindowOptions
 from lightning_gradavg.reduction.loss import MicroBatch, WeighedLoss
-from lightning_gradavg.reduction.totals import Totals, TotalsExchange, must_agree, raise_together
+from lightning_gradavg.reduction.totals import STOPPED_TRAINING, Totals, TotalsExchange, must_agree, raise_together
 from lightning_gradavg.rules import Share, in_window, share_of
 
 __all__ = ["OpenWindows", "Window", "WindowRecord", "WindowState"]
@@ -32,6 +32,13 @@ _TWO_OPEN = (
     " all of them must train the same parameters. End the window of one optimizer by a backward that reduces, outside"
     " of toggle_model(sync_grad=False) or no_sync(), before another one trains some of the same parameters; or give"
     " each optimizer parameters of its own, by toggle_optimizer"
+)
+
+_DISJOINT = (
+    "two windows are open at once: two losses of one window reach no parameter in common, as those of two optimizers,"
+    " and all their parameters require grad, so nothing says which window a loss belongs to. Freeze the parameters of"
+    " the other optimizer during each backward, by toggle_optimizer or toggle_model; or end the window of one before"
+    " the other begins"
 )
 
 _CLEARED_IN_PART = (
@@ -108,11 +115,11 @@ class _Contents:
     shares: list[Share] = field(default_factory=list)  # of each micro-batch, in a window of one
     missing: int = 0  # pairs that a mean does not count: ranks without the micro-batch, added up
     parameters: Sequence[nn.Parameter] = ()
-    trained: set[nn.Parameter] = field(default_factory=set)  # by the last micro-batch
+    trained: set[nn.Parameter] = field(default_factory=set)  # that require grad at the last micro-batch
+    reached: set[Tensor] = field(default_factory=set)  # by the backwards so far, where the user ends windows
     exchange: TotalsExchange | None = None
     totals: Totals | None = None
     lift: float = 1.0
-    after: float = 1.0  # the factor of the reduced gradient
 
 
 class Window:
@@ -148,6 +155,7 @@ class Window:
         self._model = model
         self._lift = lift
         self._discarded: DiscardedGradients | None = None  # of the running backward, if its loss does not count
+        self._reaching: ReachedParameters | None = None  # of the running backward, in a longer window of a user's loop
         self._kept: KeptGradients | None = None  # those from before the window, while they are set aside
         self._clear()
 
@@ -240,10 +248,7 @@ class Window:
             )
         for parameter in stopped - contents.trained:
             if parameter.grad is not None:
-                return micro_batch._replace(
-                    problem=f"a parameter of shape {tuple(parameter.shape)} stopped training within a window, so"
-                    " nothing reduces the gradient that it has. Freeze parameters between two optimizer steps"
-                )
+                return micro_batch._replace(problem=STOPPED_TRAINING)
         return micro_batch
 
     def _share(self, micro_batch: MicroBatch) -> Share | str:
@@ -309,7 +314,10 @@ class Window:
                 # so the rest of the factor is a pass over gradients, in `end_backward`.
                 contents.lift = self._lift.value(self._divisor)
                 loss.factor = multiplier * contents.lift
-            if not loss.micro_batch.counts:
+            if options.user_ends_windows and not (self._is_last and self.length == 1):
+                self._reaching = ReachedParameters(self._model.leaves())
+            # A rule may give the share 0 to a weight that is not 0.
+            if not loss.micro_batch.counts or multiplier == 0:
                 self._discarded = DiscardedGradients(self._model.leaves(), loss.micro_batch)
 
     @property
@@ -344,6 +352,9 @@ class Window:
         if self._has_whole_factor:
             # DDP averages the sum of both, and those from before are the same on all ranks.
             return False
+        if not self._is_last:
+            # An epoch may cut the window off, which is then discarded.
+            return True
         if options.rule.uses_weight or options.has_float16:
             return True
         # Other rules without weights multiply nothing after the reduction.
@@ -352,6 +363,8 @@ class Window:
     def end_backward(self) -> bool:
         """Finish the gradients if the last backward ended; return whether it did."""
         self._end_discarding()
+        with self.abandoned_on_error():
+            self._require_common_parameters()
         if not self._is_last:
             self._change(WindowState.OPEN)
             if self._options.user_ends_windows:
@@ -359,10 +372,20 @@ class Window:
                 self._note_gradients()
             return False
         with self.abandoned_on_error():
-            self._contents.after = self._factor_after()
-            self._model.finish(self._contents.parameters, self._contents.after)
+            self._model.finish(self._contents.parameters, self._factor_after())
         self._change(WindowState.REDUCED)
         return True
+
+    def _require_common_parameters(self) -> None:
+        """Raise a RuntimeError if the micro-batches of the window are those of two losses, on all ranks alike."""
+        if self._reaching is None:
+            return
+        reached = self._reaching.end()
+        self._reaching = None
+        before = self._contents.reached
+        if before and reached and before.isdisjoint(reached):
+            raise RuntimeError(f"reduction {self._options.rule.name!r}: {_DISJOINT}.")
+        before |= reached
 
     def _factor_after(self) -> float:
         """Return what the reduced gradient is multiplied by."""
@@ -407,7 +430,9 @@ class Window:
             shares.append(share)
         multiplier = sum(float(share.multiplier) for share in shares)
         multiplier_alone = sum(float(share.multiplier) for share in contents.shares)
-        ratio = multiplier / multiplier_alone if multiplier_alone > 0 else 1.0
+        if multiplier_alone == 0:  # and so may be the lift
+            return WindowRecord(contents.micro_batches, shares, 0.0)
+        ratio = multiplier / multiplier_alone
         return WindowRecord(contents.micro_batches, shares, ratio * self._divisor / contents.lift)
 
     def _note_gradients(self) -> None:
@@ -443,6 +468,10 @@ class Window:
     def abandon(self) -> None:
         """Discard the window and its gradients, and restore those from before it."""
         self._end_discarding()
+        if self._reaching is not None:
+            self._reaching.end()
+            self._reaching = None
+        self._model.discard()
         if self._kept is not None:
             self._kept.restore()
             self._kept = None
@@ -454,6 +483,7 @@ class Window:
         self._clear()
 
     def _end_discarding(self) -> None:
+        """Remove the hooks of the running backward that discard gradients."""
         if self._discarded is not None:
             self._discarded.end()
             self._discarded = None
@@ -533,7 +563,7 @@ class OpenWindows:
         return all(window.state == WindowState.EMPTY for window in self._windows)
 
     @property
-    def run_backward(self) -> bool:
+    def are_in_backward(self) -> bool:
         """Whether the backward of a weighed loss runs."""
         return any(window.state == WindowState.BACKWARD for window in self._windows)
 

@@ -17,7 +17,14 @@ from lightning_gradavg.reduction.engine import Engine, StepFacts
 from lightning_gradavg.reduction.factor import factor_after
 from lightning_gradavg.reduction.kept import take_gradients
 from lightning_gradavg.reduction.loss import MicroBatch, WeighedLoss
-from lightning_gradavg.reduction.totals import GatheredRows, Totals, exact_sum, must_agree, raise_together
+from lightning_gradavg.reduction.totals import (
+    STOPPED_TRAINING,
+    GatheredRows,
+    Totals,
+    exact_sum,
+    must_agree,
+    raise_together,
+)
 from lightning_gradavg.reduction.window import WindowRecord
 from lightning_gradavg.reproducible.sum import Gradients, TreeSum
 from lightning_gradavg.rules import Rule, Share, share_of
@@ -43,7 +50,7 @@ class Tree(Engine):
         self._parameters = list(run.ddp.module.parameters())
         self._trained: list[nn.Parameter] = []
         self._sum: TreeSum | None = None
-        self._facts = StepFacts(begins_window=True, divisor=1, missing=0, may_end_early=False)
+        self._facts = StepFacts(begins_window=True, divisor=1, missing=0)
         self._position = 0  # of the next replica in the running step
         self._begin_window()
 
@@ -52,6 +59,7 @@ class Tree(Engine):
         self._normalizers = [0.0] * self._replicas
         self._micro_batches: list[MicroBatch] = []
         self._shares: list[Share] = []
+        self._trained_in_window: set[nn.Parameter] = set()
         self._ends = False
         self._exchange: GatheredRows | None = None
 
@@ -64,7 +72,7 @@ class Tree(Engine):
 
     def add(self, loss: WeighedLoss, *, last: bool) -> None:  # noqa: ARG002  # `backward` says it
         """Multiply the loss by its share; a problem of its weight is raised with those of other ranks."""
-        micro_batch = loss.micro_batch
+        micro_batch = self._checked(loss.micro_batch)
         share = Share(0.0, 0.0)
         if micro_batch.problem is None and not micro_batch.absent:
             try:
@@ -75,6 +83,15 @@ class Tree(Engine):
         loss.factor = float(share.multiplier)
         self._micro_batches.append(micro_batch)
         self._shares.append(share)
+
+    def _checked(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch, with a problem if a parameter has stopped training within the window."""
+        stopped = self._trained_in_window
+        self._trained_in_window = {parameter for parameter in self._parameters if parameter.requires_grad}
+        if micro_batch.problem is None and stopped - self._trained_in_window:
+            # The tree has no place for its gradient, which would be lost in silence.
+            return micro_batch._replace(problem=STOPPED_TRAINING)
+        return micro_batch
 
     def backward(self, loss: WeighedLoss, run: Callable[[], None], *, final: bool, holding: bool) -> None:
         """Run the backward of the rank's next replica, and keep its gradients apart."""
