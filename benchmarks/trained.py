@@ -113,9 +113,10 @@ def trained_variants(*, several_on_nodes: bool) -> Iterator[Variant]:
     yield from _stock()
     for reduction in RULES:
         yield _ours(reduction)
-    yield _ours("weighted_mean", "varying weights", varying=True)  # their total cannot be assumed
+    yield _ours("weighted_mean", "varying weights", varying=True)
     yield _reproducible()
-    for reduction in ("mean", "sum", "weighted_mean"):
-        yield _ours(reduction, "bucket views", gradient_as_bucket_view=True)
-    for name in ("bfloat16", "float16", *(("by_node", "by_node_bfloat16", "by_node_float16") * several_on_nodes)):
+    yield _ours("mean", "bucket views", gradient_as_bucket_view=True)
+    for reduction in ("sum", "weighted_mean"):  # whose gradients are views of buckets by default
+        yield _ours(reduction, "no bucket views", gradient_as_bucket_view=False)
+    for name in ("bfloat16", *(("by_node", "by_node_bfloat16") * several_on_nodes)):
         yield _ours("weighted_mean", f"hooks.{name}", ddp_comm_hook=getattr(hooks, name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.fabric.strategies.parallel import ParallelStrategy
@@ -30,7 +31,7 @@ class _Weighing(Registered, ParallelStrategy):
 
     _rule: Rule
     _reducer: GradAvgReducer
-    _loaders: list[SplitLoader]
+    _loaders: WeakSet[SplitLoader]  # weak, so that a loader that the user drops is freed
 
     @property
     def samples(self) -> int | None:
@@ -77,12 +78,15 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
     Pass the weight with the loss, `fabric.backward(loss, weight=n)`. Micro-batches within
     `fabric.no_backward_sync(model)` belong to the window that ends with the next backward outside of it. Don't divide
     the loss by the window's length, except under the plain mean. Without options this computes the bits of stock DDP.
+    For loss terms that have counts of their own, use `lightning_gradavg.global_mean` under the plain mean. Two
+    optimizers have windows of their own if each backward freezes the other one's parameters. See docs/reduction.md.
 
     Args:
         reduction: The name of a rule, or a function `(place, weight) -> Share`. See `lightning_gradavg.rules`.
         split_batches: True if the loaders' batches are the global batches. Every rank gets its contiguous chunk of
             each, and the default weight is the number of its samples.
-        options: Options of Fabric's `DDPStrategy` and of `DistributedDataParallel`, by name.
+        options: Options of Fabric's `DDPStrategy` and of `DistributedDataParallel`, by name. The default of
+            `gradient_as_bucket_view` is True for every rule but the plain mean, under which this is stock DDP.
 
     Raises:
         ValueError: If `reduction` names no rule, or an option cannot be combined with it.
@@ -105,7 +109,9 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
         if self._rule != RULES["mean"]:
             options.setdefault("gradient_as_bucket_view", True)  # as in `GradAvgStrategy` for the Trainer
         super().__init__(**options)
-        self._splits, self._loaders, self._reducer = split_batches, [], GradAvgReducer(reduction=self._rule)
+        self._splits = split_batches
+        self._loaders = WeakSet()
+        self._reducer = GradAvgReducer(reduction=self._rule)
 
     def __repr__(self) -> str:
         # Trainers quote a strategy of Fabric by its repr when they refuse it.
@@ -127,7 +133,7 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
         loader = split_batches(dataloader)
         # Fabric's wrapper shows what is in the `__dict__` of what it wraps, such as `dataset` and `batch_size`.
         vars(loader).update({**vars(dataloader), **vars(loader)})
-        self._loaders.append(loader)
+        self._loaders.add(loader)
         return loader
 
     @override
@@ -159,7 +165,9 @@ class GradAvgModelParallelStrategy(_Weighing, ModelParallelStrategy):
     def __init__(self, parallelize_fn: Callable[..., Any], *, reduction: str = "mean", **options: Any) -> None:
         self._rule = sharded_rule(reduction, options, ModelParallelStrategy)
         super().__init__(parallelize_fn, **options)
-        self._set_up, self._loaders, self._reducer = list[Optimizer](), [], GradAvgReducer(reduction=self._rule)
+        self._set_up = list[Optimizer]()
+        self._loaders = WeakSet()
+        self._reducer = GradAvgReducer(reduction=self._rule)
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:

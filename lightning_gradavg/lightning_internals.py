@@ -131,18 +131,12 @@ class TrainingLoop:
         return bool(self._loop.epoch_loop._num_ready_batches_reached() or self._loop._data_fetcher.done)
 
     @property
-    def between_batches(self) -> bool:
-        """Whether no hook of a batch is running."""
-        return bool(self.ready == self.completed)
+    def batch_number(self) -> int:
+        """The number in its epoch of the batch whose hooks run."""
+        return int(self.ready) - 1
 
-    @property
-    def arriving(self) -> tuple[Any, int] | None:
-        """The epoch, and the number in it, of the batch that is about to be trained on; None while one is."""
-        epoch, current = self.epoch, self._loop.epoch_loop.batch_progress.current
-        return None if epoch is None or current.ready > current.completed else (epoch, int(current.ready))
-
-    # Batches of the epoch: those that reached training, were trained on, and had their hooks called.
-    ready, processed, completed = map(_of_epoch, ("ready", "processed", "completed"))
+    # Batches of the epoch: those that reached training, and those that were trained on.
+    ready, processed = map(_of_epoch, ("ready", "processed"))
 
     @property
     def skips_backward(self) -> bool:
@@ -194,6 +188,39 @@ class TrainingLoop:
         if repeats and not self.accumulates:
             # Lightning takes the last batch to have stepped, without having been counted.
             loop._batches_that_stepped -= 1
+
+
+class LoaderSetUp:
+    """The loaders of a stage that Lightning prepares, from its barrier on until its loop has them.
+
+    Args:
+        trainer: The trainer that prepares them.
+        stage: `"train"`, `"val"`, `"test"` or `"predict"`.
+    """
+
+    def __init__(self, trainer: Any, stage: str) -> None:
+        self.stage = stage
+        self._loop = _loop_of(trainer, stage)
+        self._before = self._loaders
+
+    @property
+    def _loaders(self) -> tuple[int, int]:
+        # A user's own CombinedLoader stays, and gets another list. Until then the loop holds both.
+        combined = self._loop._combined_loader
+        return id(combined), id(getattr(combined, "_flattened", None))
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the loop still lacks the loaders: a loader that is processed then is one of them."""
+        return self._loaders == self._before
+
+
+def _loop_of(trainer: Any, stage: str) -> Any:
+    if stage == "train":
+        return trainer.fit_loop
+    if stage == "val" and trainer.state.fn == "fit":
+        return trainer.fit_loop.epoch_loop.val_loop
+    return {"val": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}[stage]
 
 
 def finds_learning_rate(trainer: Any) -> bool:

@@ -35,7 +35,8 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
     Shard the model in `configure_model`, as with Lightning's `ModelParallelStrategy`: by `fully_shard` (FSDP2, or HSDP
     on a mesh of two dimensions), with or without tensor parallelism. Pass weights as with `GradAvgStrategy`: return
     `{"loss": loss, "weight": n}`, or call `self.manual_backward(loss, weight=n)`. Ranks of one tensor-parallel group
-    pass equal weights. See docs/sharded.md.
+    pass equal weights. For loss terms that have counts of their own, use `lightning_gradavg.global_mean` under the
+    plain mean. See docs/sharded.md.
 
     Args:
         reduction: The name of a rule: `"mean"`, `"sum"`, `"weighted_mean"` or `"normalized_sum"`. See

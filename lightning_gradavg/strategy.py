@@ -74,7 +74,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     Return the weight from `training_step`, `{"loss": loss, "weight": n}`, or pass it to
     `self.manual_backward(loss, weight=n)`. The default is the number of samples in the batch. For loss terms that have
-    counts of their own, use `lightning_gradavg.global_mean` under the plain mean.
+    counts of their own, use `lightning_gradavg.global_mean` under the plain mean. See docs/reduction.md.
 
     Args:
         reduction: The name of a rule, or a function `(place, weight) -> Share`. See `lightning_gradavg.rules`.
@@ -358,7 +358,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        if self._evaluation.prepares:
+        if self._evaluation.prepares and self._prepares is not None:
             return self._evaluation.process_dataloader(dataloader)
         return super().process_dataloader(dataloader)
 
@@ -399,8 +399,9 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @override
     def _begin_batch(self, batch: Any) -> None:
-        self._faults.on_train_batch_start()
+        # First, so that a checkpoint that an error of the others writes knows which batch is in training.
         super()._begin_batch(batch)
+        self._faults.on_train_batch_start()
         self._rates.on_train_batch_start()
 
     @override
@@ -520,7 +521,8 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        if self._trains and (saved := checkpoint.get(_CHECKPOINT_KEY)) is not None:
+        saved = checkpoint.get(_CHECKPOINT_KEY)
+        if self._restores and saved is not None:
             for part in self._parts:
                 part.load(saved)
         return checkpoint

@@ -10,21 +10,27 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_gradavg.arrival import Arrival
 from lightning_gradavg.batches.part import Batches
 from lightning_gradavg.faults.collectives import Collectives
 from lightning_gradavg.launch import Registered, require_one_run
+from lightning_gradavg.lightning_internals import LoaderSetUp
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.user_collectives import answer_for
 
 __all__ = ["WeighedTraining"]
+
+
+_STAGES: Mapping[str | None, str] = {f"{stage}_dataloader()": stage for stage in ("train", "val", "test", "predict")}
+"""The stage of the loaders that are prepared after the barrier of a name."""
 
 
 class WeighedTraining(Registered, Collectives, ParallelStrategy):
@@ -34,13 +40,24 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
     _batches: Batches
     _parts: tuple[Part, ...]  # in the order in which they are asked
     _plain: Mapping[str, Any]  # the options that must be the same on all ranks
-    _prepares: str | None = None
+    _set_up: LoaderSetUp | None = None
     _begun: tuple[Part, ...] = ()
+    _arrival: Arrival | None = None  # of the run that trains
+    _trains_on_batch = False  # from the last hook on_train_batch_start on
+    _moved: tuple[Any, Any] | None = None  # the batch that was moved to the device last, before and after
 
     @property
     def _trains(self) -> bool:
         module = self.lightning_module
         return module is not None and module.trainer.state.fn == TrainerFn.FITTING
+
+    @property
+    def _restores(self) -> bool:
+        """Whether Lightning may be restoring a run that is about to train; any other time a user reads a file."""
+        module = self.lightning_module
+        if module is None or not self._trains:
+            return False
+        return module.trainer.state.status == TrainerStatus.RUNNING and self._arrival is None
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -59,6 +76,8 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
     def teardown(self) -> None:
         for part in reversed(self._begun):
             part.teardown()
+        self._set_up = None
+        self._end_training()
         super().teardown()
 
     @property
@@ -76,12 +95,25 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks. Lightning names the loaders here that it is about to prepare."""
+        """Wait for all ranks. Lightning names the loaders here that it is about to prepare.
+
+        No hook tells the same. Between the user's `train_dataloader()` and the sampler that Lightning adds, it calls
+        nothing but this barrier (2.5 and 2.6): `process_dataloader` comes after the sampler and without a stage, and
+        `trainer.state.stage` is that of the hook in which a user asks for `trainer.estimated_stepping_batches`.
+        """
         super().barrier(name, *args, **kwargs)
-        if name is not None and name.endswith("_dataloader()"):
-            self._prepares = name.removesuffix("_dataloader()")
+        stage = _STAGES.get(name)
+        if stage is not None and self.lightning_module is not None:
+            self._set_up = LoaderSetUp(self.lightning_module.trainer, stage)
             for part in self._parts:
-                part.prepare_loaders(self._prepares)
+                part.prepare_loaders(stage)
+
+    @property
+    def _prepares(self) -> str | None:
+        """The stage whose loaders Lightning prepares now; None where a user has another loader processed."""
+        if self._set_up is None or not self._set_up.under_way:
+            return None
+        return self._set_up.stage
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -94,29 +126,58 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
     def on_train_start(self) -> None:
         """Begin with the training loaders, which are known now."""
         super().on_train_start()
+        self._trains_on_batch = False
+        # Not in `setup`: a search for a learning rate or batch size trains with other callbacks than the run.
+        if self._arrival is None:
+            self._arrival = Arrival(self._begin_batch, self._end_batch)
+        self._arrival.insert(self._reduction.run.trainer)
         for part in self._parts:
             part.on_train_start()
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if self.lightning_module is not None and self.lightning_module.trainer.training:
-            self._begin_batch(batch)
-        return super().batch_to_device(batch, device, dataloader_idx)
+        moved = super().batch_to_device(batch, device, dataloader_idx)
+        if self._arrival is not None and self._reduction.run.trainer.training:
+            self._moved = (batch, moved)
+        return moved
 
     def _begin_batch(self, batch: Any) -> None:
+        """Begin to train on a batch. Its number is counted already, and no hook of the user's has seen it."""
+        self._trains_on_batch = False
         self._batches.on_train_batch_start()
+        # On an accelerator, this reads the batch as it was on the host. It may be another one that was moved last.
+        host = batch
+        if self._moved is not None and self._moved[1] is batch:
+            host = self._moved[0]
+        self._moved = None
+        self._reduction.look_at(host)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Train on the batch: Lightning calls this after the hooks of callbacks and module, before the step."""
+        super().on_train_batch_start(batch, batch_idx)
+        # Without it the step would count for the batch before.
+        if self._arrival is not None and self._arrival.insert(self._reduction.run.trainer):
+            self._begin_batch(batch)
+        self._trains_on_batch = True
+
+    def _end_batch(self, batch: Any) -> None:
+        """End a batch. Of None Lightning calls no hook but the one that leads here."""
+        self._trains_on_batch = False
         world = self._reduction.run.world
-        if batch is None and world.size > 1:
+        if batch is None and world.size > 1 and not self._batches.fetches_within:
             raise RuntimeError(
                 f"the train loader yielded None on rank {world.rank}. Lightning skips such a batch, and this rank would"
                 " then train on its next batch together with the others' current one. Leave bad samples out in the"
                 " dataset, or use reduction='weighted_mean' and return"
                 ' {"loss": loss, "weight": 0} from training_step for a batch that should not count.'
             )
-        self._reduction.look_at(batch)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        if not self._trains_on_batch:
+            # A user computes a loss between two batches, perhaps on one rank, which is no part of any window.
+            return super().training_step(*args, **kwargs)
         arguments = *args, *kwargs.values()
         self._reduction.begin_step(next(iter(arguments), None), self._batches.missing)
         self._batches.stepping = True
@@ -169,6 +230,15 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
         super().on_train_end()
         for part in self._parts:
             part.on_train_end()
+        self._end_training()
+
+    def _end_training(self) -> None:
+        """Leave the trainer's callbacks as they were."""
+        self._moved = None
+        self._trains_on_batch = False
+        if self._arrival is not None:
+            self._arrival.remove(self._reduction.run.trainer)
+            self._arrival = None
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:

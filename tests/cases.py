@@ -390,6 +390,7 @@ CASES: Sequence[Case] = [
         for name, rule, windows, gradients, options in (
             ("a rank without batch", "weighted_mean", [[], [[(2.0, 1)], [(4.0, 1)]]], [2.0, 4.0], {}),
             ("a rank without batch", "mean", [[], [[2.0], [4.0]]], [2.0, 4.0], {"check_replicas_every_n_steps": 1}),
+            ("a rank that has fewer, judged", "mean", LESS, [20 / 4, 10 / 3, 7.0], JUDGED),
             ("a rank that has fewer, under a hook", "mean", LESS, [2 * 20 / 4, 2 * 10 / 3, 2 * 7.0], HOOKED),
         )
     ),

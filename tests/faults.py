@@ -382,6 +382,10 @@ FAULTS = {
     # Gloo aborts the rank that receives more than it expects, in a thread of its own.
     "ranks that exchange other shapes": Fault(
         "", _LOST.format(0), codes=(-6, 1), rank=None, act=exchange_other_shapes),
+    "None from the last transfer hook": Fault(
+        "rank 1 ended with RuntimeError: the train loader yielded None on rank 1", "on rank 1. Lightning skips",
+        moment="on_after_batch_transfer", act=to_nothing, strategy={"reduction": "weighted_mean"},
+        accumulate_grad_batches=2),
     "the disk is full while a checkpoint is written": Fault(
         "No space left on device", "rank 0 ended with OSError: [Errno 28] No space left on device",
         moment="on_save_checkpoint", act=fill_disk, rank=0),

@@ -85,6 +85,10 @@ def save(trainer: Trainer, folder: str) -> None:
     trainer.save_checkpoint(f"{folder}/step={trainer.global_step}.ckpt")
 
 
+def replace_callbacks(trainer: Any, folder: str) -> None:
+    trainer.callbacks = [callback for callback in trainer.callbacks if isinstance(callback, Acting)]
+
+
 def raising(error: type[BaseException]) -> Callable[..., None]:
     def act(*_: Any) -> None:
         raise error("the run ends here")
@@ -109,6 +113,7 @@ def kill_in_saving(trainer: Trainer, checkpoint: Any) -> None:
 ACTS: dict[str, Callable[[Trainer, Any], None]] = {
     "save": save,
     "look": look,
+    "replace callbacks": replace_callbacks,
     "error": raising(EndError),
     "interrupt": raising(KeyboardInterrupt),
     "SIGKILL in saving": kill_in_saving,
@@ -177,6 +182,7 @@ class Noting(LightningModule):
         self.steps: list[Step] = []
         self.validated: list[int] = []
         self.made: list[Any] = []
+        self.looks = False
         self.set_up = 0
 
     def train_dataloader(self) -> Any:
@@ -200,7 +206,9 @@ class Noting(LightningModule):
         self.look()
 
     def look(self) -> None:
+        self.looks = True
         self.trainer.strategy.batch_to_device(torch.zeros(2, 1))  # a user's look at other data changes nothing
+        self.looks = False
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.look()
@@ -226,6 +234,18 @@ class Noting(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+def drawing(acting: Acting, module: Noting, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that draws before it moves a training batch."""
+
+    def move(batch: Any, *args: Any) -> Any:
+        if module.trainer.training and not module.looks:
+            torch.rand(3)
+            acting.reach(module.trainer, "transfer", module.trainer.fit_loop.epoch_loop.batch_idx + 1)
+        return hook(batch, *args)
+
+    return move
+
+
 def fit(
     read: Sequence[Order],
     strategy: Mapping[str, Any] | None,
@@ -237,18 +257,23 @@ def fit(
     mode: str = "max_size_cycle",
     weighs: bool = True,
     hook: Any = None,
+    transfer: str | None = None,
     **options: Any,
 ) -> Noted:
     """Body: train as stock Lightning does (`strategy` is None), or with split batches; each rank has own random states.
 
     Loaders are read together in a `mode`, and their loss has a weight if it `weighs`. `keep` are options of a
-    `ModelCheckpoint` in a folder, `hook` is the module's `transfer_batch_to_device`.
+    `ModelCheckpoint` in a folder, `hook` is the module's `transfer_batch_to_device`. In `transfer`, the name of a hook
+    that moves batches, the module draws, and something may happen.
     """
     orders.seed((7 if resume is None else 99) + dist.get_rank())
     module = Noting(read, mode, weighs)
     if hook is not None:
         vars(module)["transfer_batch_to_device"] = hook
-    callbacks: list[Callback] = [Acting(acts, folder), *options.pop("callbacks", ())]
+    acting = Acting(acts, folder)
+    if transfer is not None:
+        setattr(module, transfer, drawing(acting, module, getattr(module, transfer)))
+    callbacks: list[Callback] = [acting, *options.pop("callbacks", ())]
     if keep is not None:
         callbacks.append(ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_exception=True, **keep))
     trainer = make_trainer(
@@ -259,7 +284,7 @@ def fit(
     )
     with contextlib.suppress(EndError, KeyboardInterrupt, SystemExit):
         trainer.fit(module, ckpt_path=resume, **PLAIN_DATA_ONLY)
-    callbacks[0].reach(trainer, "after")  # type: ignore[attr-defined]  # the first is Acting
+    acting.reach(trainer, "after")
     loaded = [getattr(getattr(each, "dataset", None), "loaded", None) for each in module.made]
     batches = trainer.fit_loop.epoch_loop.batch_progress.total.completed
     state = state_digests(module, trainer.optimizers)

@@ -37,7 +37,7 @@ from toys import WEIGHTED, OfTorch, Recorded
 
 import lightning_gradavg
 from benchmarks.one_gpu import OneGpu
-from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, average_gradients, gather, hooks
+from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, average_gradients, gather, global_mean, hooks
 from lightning_gradavg.reduction.totals import GatheredRows
 from lightning_gradavg.rules import RULES
 
@@ -126,6 +126,12 @@ def sparse(net: Net, batch: Tensor, batch_idx: int) -> Any:
 def gathering(net: Net, batch: Tensor, batch_idx: int) -> Any:
     """A loss of all ranks' rows."""
     return torch.pdist(gather(net(batch))).square().mean()
+
+
+def of_all_ranks(net: Net, batch: Tensor, batch_idx: int) -> Any:
+    """Two terms, one of a count on the device and one of a count on the host."""
+    losses, found = net(batch).square().mean(1), batch[:, 0] > 0
+    return sum(global_mean([losses[found].sum(), losses.sum()], [found.sum(), len(batch)]))
 
 
 def signalled(net: Net, batch: Tensor, batch_idx: int) -> Any:
@@ -315,6 +321,8 @@ PATHS: Mapping[str, Path] = {
     "sparse gradients": Path(fit, WEIGHTED, sparse),
     "nonfinite=skip_step": Path(fit, {**WEIGHTED, "nonfinite": "skip_step"}, partial(odd, factor=math.nan)),
     "gather": Path(fit, WEIGHTED, gathering),
+    # One more wait reads both totals and the count together; the exchange is one of the host here.
+    "global_mean": Path(fit, {"reduction": "mean"}, of_all_ranks, waits=2),
     "split_batches": Path(fit, {"split_batches": True}),
     "data_parallel": Path(fit, {"equivalent_to": "data_parallel", "num_replicas": 4}),
     "reproducible": Path(fit, {"num_replicas": 4, "reproducible": True}, tolerance=0),

@@ -18,13 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradavg import hooks
 
-NARROW = ("bfloat16", "float16")
-NAMES = (*NARROW, "float32_sum", "by_node", "by_node_bfloat16", "by_node_float16")
+NAMES = ("bfloat16", "float32_sum", "by_node", "by_node_bfloat16")
 FLAT, EVEN, UNEVEN, SINGLE, EIGHT = [0, 0], [0, 0, 1, 1], [0, 0, 0, 1], [0, 1], [0] * 8
 # Of an L2 norm: one rounding to p bits makes about 0.41 * 2**-p. In 16 bits a gradient is rounded once before the sum,
 # but by the rank that sums it, and once after it; one that has 16 bits itself only after it.
 ONE_ROUNDING = {torch.bfloat16: 1.7e-3, torch.float16: 2.4e-4}
-LARGEST_ERROR = {"bfloat16": 2.4e-3, "float16": 3.1e-4}
+LARGEST_ERROR = {"bfloat16": 2.4e-3}
 SIZES = (1, 7, 1000, *range(8, 28), 300_001)
 
 
@@ -35,11 +34,11 @@ def bucket_of(buffer: Tensor, *, last: bool = True) -> Any:
 @contextmanager
 def on_nodes(nodes: Sequence[int]) -> Iterator[None]:
     """Have the launcher tell of nodes, and the hooks ask anew."""
-    hooks._NODES.clear()
+    hooks._STAGES.clear()
     once = mock.patch.object(dist, "new_group", lambda ranks, timeout: group_of((*ranks,), timeout))
     with once, mock.patch.dict(os.environ, {"GROUP_RANK": str(nodes[dist.get_rank()])}):
         yield
-    hooks._NODES.clear()
+    hooks._STAGES.clear()
 
 
 def begin(name: str, gradient: Tensor, *, last: bool = True) -> Any:
@@ -70,16 +69,15 @@ def means(name: str, nodes: Sequence[int], dtype: torch.dtype, scale: float) -> 
         return [future.wait() for future in futures]
 
 
-# float16 ends at 65504 and at 6e-8: neither what is sent nor the mean overflows or underflows.
+# Of float16 gradients, which end at 65504, no sum overflows. bfloat16 has the range of float32.
 MEANS: list[tuple[str, list[int], torch.dtype, float]] = [
     *((name, EVEN, torch.float32, 1.0) for name in NAMES),
-    *((name, nodes, torch.float32, 1.0) for name in ("by_node", "by_node_float16") for nodes in (FLAT, UNEVEN)),
+    *((name, nodes, torch.float32, 1.0) for name in ("by_node", "by_node_bfloat16") for nodes in (FLAT, UNEVEN)),
     *((name, EVEN, dtype, 1.0) for name in NAMES for dtype in (torch.bfloat16, torch.float16)),
     *((name, EVEN, torch.float64, 1.0) for name in ("float32_sum", "by_node")),
-    *((name, SINGLE, torch.complex64, 1.0) for name in (*NARROW, "float32_sum", "by_node_float16")),
-    *((name, EVEN, torch.float16, 2.0**13) for name in ("float16", "float32_sum", "by_node")),
-    *((name, FLAT, torch.float32, 2.0**100) for name in ("float16", "float32_sum")),
-    *((name, FLAT, torch.float32, 2.0**-100) for name in NARROW),
+    *((name, SINGLE, torch.complex64, 1.0) for name in ("bfloat16", "float32_sum", "by_node_bfloat16")),
+    *((name, EVEN, torch.float16, 2.0**13) for name in NAMES),
+    *((name, FLAT, torch.float32, scale) for name in ("bfloat16", "float32_sum") for scale in (2.0**100, 2.0**-100)),
     # The error does not grow with ranks: here a ring of bfloat16 has 4.0e-3, and 3.2e-3 of bfloat16 parameters.
     ("bfloat16", EIGHT, torch.float32, 1.0),
     ("by_node_bfloat16", [0, 0, 1, 1, 2, 2, 3, 3], torch.float32, 1.0),
@@ -162,7 +160,7 @@ def gradients_of_ddp(name: str, nodes: Sequence[int], views: bool) -> list[list[
 
 
 @pytest.mark.parametrize(
-    ("name", "nodes", "views"), [*((name, SINGLE, True) for name in NAMES), ("by_node_float16", EVEN, False)]
+    ("name", "nodes", "views"), [*((name, SINGLE, True) for name in NAMES), ("by_node_bfloat16", EVEN, False)]
 )
 def test_stock_ddp(world, name, nodes, views):
     """The gradient of the first is 2 x, and of the second first(x) = 4 x, on average over x = 1, 2, ..."""
@@ -184,7 +182,7 @@ def wide() -> Any:
 
 def nowhere() -> Any:
     """Body: the launcher knows of other nodes, and does not tell this one."""
-    hooks._NODES.clear()
+    hooks._STAGES.clear()
     with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2"}):
         return begin("by_node", torch.zeros(3))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from contextvars import copy_context
 from itertools import chain
@@ -197,6 +199,25 @@ def test_losses_and_weights_by_name(loop, reduction, names, weighs):
     with pytest.raises((TypeError, ValueError), match="global_mean"):
         a_loop.backward(loss, **weighs)
     assert module.gradient is None
+
+
+@on_ranks()
+def test_a_loader_that_is_dropped_is_freed():
+    """A new loader per epoch holds no data of the epochs before, and `samples` is that of the loader that is read."""
+    loop, data = OfFabric(split_batches=True), TensorDataset(torch.arange(6))
+    freed = []
+    for size in (4, 2, 6):
+        loader = loop.fabric.setup_dataloaders(DataLoader(data, size))
+        iterator = iter(loader)
+        next(iterator)
+        assert size // 2 == loop.strategy.samples
+        freed.append(weakref.ref(loader._dataloader))
+        del iterator
+        assert loop.strategy.samples is None
+        del loader
+        gc.collect()
+    assert [None] * 3 == [loader() for loader in freed]
+    assert [3] == [loop.strategy.samples for _ in loop.fabric.setup_dataloaders(DataLoader(data, 6))]
 
 
 BY_NODE = {"reduction": "mean_of_node_means"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ import torch
 import torch.distributed as dist
 from faults import FAULTS, run_ranks
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from ranks import RankEnvironment, make_trainer, on_ranks
+from ranks import RankEnvironment, grid, make_trainer, on_ranks
 from torch import Tensor
 from toys import Toy, loader
 
@@ -283,3 +284,94 @@ def test_the_rank_that_holds_the_store_leaves_last(monkeypatch):
         heard = pool.submit(first.listen)
         assert {heard} == wait([heard], timeout=0.5).not_done
         assert "nothing was heard from rank 2: lost, killed or stuck" == second.listen() == heard.result(1)
+
+
+class CallsAlone(Callback):
+    """Calls a method of the strategy on rank 0 alone, in a hook, and counts its calls."""
+
+    def __init__(self, hook: str, call: Callable[[Any, str], Any], folder: str) -> None:
+        self.calls = 0
+
+        def reach(trainer: Trainer, *_: Any) -> None:
+            if trainer.global_rank == 0:
+                self.calls += 1
+                with torch.no_grad():
+                    call(trainer.strategy, folder)
+
+        setattr(self, hook, reach)
+
+
+def save_and_load(strategy: Any, folder: str) -> None:
+    checkpoint = strategy.lightning_module.trainer._checkpoint_connector.dump_checkpoint()
+    assert {} == checkpoint["callbacks"]
+    strategy.save_checkpoint(checkpoint, f"{folder}/alone.ckpt")
+    strategy.load_checkpoint(f"{folder}/alone.ckpt")
+
+
+def hold_back(strategy: Any, folder: str) -> None:
+    with strategy.block_backward_sync():
+        pass
+
+
+BATCH = torch.tensor([7.0], dtype=torch.float64)
+CALLS: dict[str, Callable[[Any, str], Any]] = {
+    "batch_to_device": lambda strategy, _: strategy.batch_to_device(BATCH),
+    "batch_to_device(None)": lambda strategy, _: strategy.batch_to_device(None),
+    "process_dataloader": lambda strategy, _: strategy.process_dataloader(loader([[7.0]] * 3)),
+    "training_step": lambda strategy, _: strategy.training_step(BATCH, 0),
+    "validation_step": lambda strategy, _: strategy.validation_step(BATCH, 0),
+    "optimizer_state": lambda strategy, _: strategy.optimizer_state(strategy.optimizers[0]),
+    "model_to_device": lambda strategy, _: strategy.model_to_device(),
+    "facts": lambda strategy, _: (strategy.facts(), strategy.num_replicas, strategy.global_batch_size, repr(strategy)),
+    "save_checkpoint, load_checkpoint": save_and_load,
+    "block_backward_sync": hold_back,
+}
+HOOKS = ["on_train_start", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end", "on_validation_end"]
+ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "mean": ({}, {}),
+    "weighted_mean, scaled, in windows": (
+        {"reduction": "weighted_mean", "lr_scaling": "linear"},
+        {"accumulate_grad_batches": 2},
+    ),
+    "data_parallel": ({"equivalent_to": "data_parallel"}, {"reload_dataloaders_every_n_epochs": 1}),
+}
+
+
+class Evaluated(Toy):
+    """Seven samples in batches of 4, or of 2 on rank 1."""
+
+    def __init__(self, uneven: bool) -> None:
+        super().__init__()
+        self.uneven = uneven
+
+    def train_dataloader(self) -> Any:
+        samples: Any = torch.arange(7, dtype=torch.float64)
+        return torch.utils.data.DataLoader(samples, batch_size=2 if self.uneven and dist.get_rank() else 4)
+
+    val_dataloader = train_dataloader
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Compute nothing."""
+
+
+def train_calling_alone(
+    strategy: dict[str, Any], options: dict[str, Any], hook: str = "", call: str = "", folder: str = ""
+) -> Any:
+    """Body: return the weights after two fits, and in how many hooks the method was called."""
+    callbacks = [CallsAlone(hook, CALLS[call], folder)] if call else []
+    chosen = GradAvgStrategy(check_replicas_every_n_steps=1, **strategy)
+    trainer: Any = make_trainer(chosen, **{**ONE_EPOCH, "max_epochs": 2, "callbacks": callbacks, **options})
+    for epochs in (2, 3):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(module := Evaluated(uneven=not chosen._options.split_batches))
+        assert trainer.callbacks == callbacks
+    return module.w.item(), len(module.seen.weights), sum(each.calls for each in callbacks)
+
+
+@pytest.mark.parametrize(("how", "call", "hook"), grid([*ALONE], [*CALLS], HOOKS))
+def test_a_method_that_one_rank_calls_is_no_event(world, tmp_path, how, call, hook):
+    """The run goes on as if the method had not been called: a public method tells the strategy nothing of training."""
+    expected, *_ = world(2).run(train_calling_alone, *ALONE[how])
+    called = world(2).run(train_calling_alone, *ALONE[how], hook, call, str(tmp_path))
+    assert [expected[:2]] * 2 == [found[:2] for found in called]
+    assert called[0][2] > 0

@@ -16,6 +16,7 @@ from ranks import Raised, group_of, on_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 from toys import AWARE, WEIGHTED, OfFabric, OfTorch, One, Recorded, Seen, approx, same_everywhere, train
 
 from lightning_gradavg import GradAvgStrategy, average_gradients, gather, global_mean
@@ -108,6 +109,18 @@ def in_a_loop(loop: Callable[[], Any]) -> float | None:
     backward(global_mean(model(numbers).sum(), len(numbers)))
     gradient: float | None = module.gradient
     return gradient
+
+
+@on_ranks(2)
+def test_split_batches_of_fabric():
+    """Chunks of 3 and 2 samples, of which 3 and 1 count: 11 / 4, where the losses have equal weight."""
+    loop, module = OfFabric(split_batches=True), One()
+    model, data = loop.set_up(module), double([1.0, 2.0, 3.0, 5.0, 0.0])
+    (batch,) = loop.fabric.setup_dataloaders(DataLoader(TensorDataset(data), 5))
+    numbers = batch[0][batch[0] > 0]
+    assert len(numbers) == [3, 1][dist.get_rank()]
+    loop.backward(global_mean(model(numbers).sum(), len(numbers)), weight=1)
+    assert approx(11 / 4) == module.gradient
 
 
 class Terms(Recorded):

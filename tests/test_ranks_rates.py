@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     Callback,
     GradientAccumulationScheduler,
     LearningRateMonitor,
@@ -287,3 +288,111 @@ def test_learning_rate_finder(world, tmp_path, tells):
     for suggestion, used, results in ranks:
         assert (ranks[0][0], {suggestion}, ranks[0][2]) == (suggestion, used, results)
         assert approx(1e-4) == results[0]
+
+
+class Late(Toy):
+    """Adds a parameter at 0.01 in one of its hooks or, of the name `callback ...`, in that of a callback."""
+
+    def __init__(self, moment: str) -> None:
+        super().__init__()
+        self.v = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+        hook = moment.removeprefix("callback ")
+        self.callback = Callback()
+        owner: Any = self.callback if hook != moment else self
+        own = getattr(owner, hook)
+
+        def adding(*args: Any, **kwargs: Any) -> Any:
+            self.add()
+            return own(*args, **kwargs)
+
+        setattr(owner, hook, adding)
+
+    def add(self) -> None:
+        optimizer = self.trainer.optimizers[0]
+        if len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": [self.v], "lr": 0.01})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([self.w], lr=0.1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.losses(batch).mean() + self.v
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Keep no gradient: there may be none."""
+
+
+def train_late(moment: str, options: dict[str, Any]) -> Any:
+    """Body: return the parameter after one step, and the base rates at the end."""
+    module = Late(moment)
+    trainer = make_trainer(
+        GradAvgStrategy(lr_scaling="linear", find_unused_parameters=True),
+        callbacks=[module.callback],
+        **{**TRAINER, "max_steps": 1, **options},
+    )
+    trainer.fit(module, loader([[1.0, 2.0]] * 4))
+    return module.v.item(), [group["lr"] for group in trainer.optimizers[0].param_groups]
+
+
+ADDED = ("on_train_epoch_start", "on_train_batch_start", "training_step", "on_after_backward")
+
+
+@pytest.mark.parametrize("moment", [*ADDED, "on_before_optimizer_step", *(f"callback {ADDED[n]}" for n in (0, 1, 3))])
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_group_that_is_added_is_scaled_in_its_first_step(world, moment, window):
+    """Wherever between the start of the epoch and the step; one step goes down by 0.01 times the scale of 2."""
+    for value, rates in world(2).run(train_late, moment, {"accumulate_grad_batches": window}):
+        assert (approx(-0.02), [0.1, 0.01]) == (value, rates)
+
+
+class Frozen(Scheduled):
+    def __init__(self, noting: Noting) -> None:
+        super().__init__(size=8, noting=noting)
+        self.backbone = torch.nn.Linear(1, 1, dtype=torch.float64)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([self.w], lr=0.1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.losses(batch).mean() + self.backbone(batch[:, None]).mean() + self.v
+
+
+def thaw(strategy: dict[str, Any]) -> Any:
+    """Body: return what the groups held before each step."""
+    noting, thawing = Noting(), BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_ratio_lr=0.1)
+    options = {**TRAINER, "max_epochs": 2, "callbacks": [noting, thawing]}
+    make_trainer(GradAvgStrategy(**strategy, find_unused_parameters=True), **options).fit(Frozen(noting))
+    return [[group["lr"] for group in groups] for groups in noting.held["on_before_optimizer_step"]]
+
+
+def test_a_backbone_that_is_thawed_is_scaled(world):
+    """Its group comes at a tenth of the head's rate, which is at rest when the epoch starts."""
+    for held in world(2).run(thaw, {"lr_scaling": "linear"}):
+        assert [[approx(0.2)]] * 4 + [[approx(0.2), approx(0.02)]] * 4 == held
+
+
+def replace_optimizers(moment: str) -> Any:
+    """Body: train with another optimizer from the second batch on; return what groups held in the steps."""
+    noting, module = Noting(), Scheduled(size=8)
+    replaced: list[Any] = []
+
+    def replace(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 1 and not replaced:
+            replaced.append(torch.optim.SGD(module.parameters(), lr=0.3))
+            trainer.strategy.optimizers = replaced
+
+    callback = Callback()
+    setattr(callback, moment, replace)
+    options = {**TRAINER, "callbacks": [callback, noting]}
+    make_trainer(GradAvgStrategy(lr_scaling="linear"), **options).fit(module)
+    held = {name: [[group["lr"] for group in groups] for groups in noting.held[name]] for name in STEP}
+    return held, replaced[0].param_groups
+
+
+@pytest.mark.parametrize("moment", ["on_train_batch_end", "on_train_batch_start"])
+def test_an_optimizer_that_replaces_another_is_scaled(world, moment):
+    """From the next batch on, and in the step of this one."""
+    for held, groups in world(2).run(replace_optimizers, moment):
+        for name in STEP[moment == "on_train_batch_start" :]:
+            assert [approx([0.2, 0.02]), *[[approx(0.6)]] * 3] == held[name], name
+        assert [0.3] == [group["lr"] for group in groups]

@@ -230,6 +230,30 @@ def test_a_resumed_run_goes_on_after_the_last_whole_window(
     assert computed != "reproducibly" or all(expected.state == noted.state for noted in rest)
 
 
+TRANSFERS = ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"]
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "unsized"])
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_hooks_that_move_batches_may_draw(world, tmp_path, transfer, kind):
+    """Saved within a window, which is repeated, and in which the batch draws once more when it is moved."""
+    options = {"accumulate_grad_batches": 2, "transfer": transfer}
+    goes_on([world(2), world(1), world(2)], tmp_path, Act("save", "batch", 0, 2), [Order(kind)], [{}] * 3, **options)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_a_batch_that_could_not_be_moved_is_repeated(world, tmp_path, transfer, window):
+    """A checkpoint that the error in its hook writes counts the batches before it."""
+    options: dict[str, Any] = {"limit_val_batches": 0, "accumulate_grad_batches": window, "transfer": transfer}
+    expected, *_ = world(1).run(fit, SHUFFLED, {}, (), str(tmp_path / "whole"), **options)
+    world(2).run(fit, SHUFFLED, {}, [Act("error", "transfer", 0, 2)], str(tmp_path / "first"), keep={}, **options)
+    resume, at = newest(tmp_path / "first")
+    rest = world(1).run(fit, SHUFFLED, {}, (), str(tmp_path / "rest"), resume, keep={}, **options)
+    assert at == 2 // window
+    assert together([expected])[at:] == together(rest)
+
+
 def test_another_recipe_is_refused_unless_it_is_meant(world, tmp_path):
     """A resume under another recipe lists the differences, on all ranks; or it goes on under the new one."""
     world(2).run(fit, SHUFFLED, SCALED, [Act("error", "backward", 0, 2)], str(tmp_path / "a"), **WINDOWS)

@@ -83,6 +83,17 @@ def test_several_loaders_are_read_as_in_stock_lightning(world, mode, kind, sizes
     assert approx(stock.weight) == ranks[0].weight
 
 
+@pytest.mark.parametrize("hook", ["start", "batch start", "batch"])
+def test_a_user_may_replace_the_callbacks_of_the_trainer(world, hook):
+    """The strategy's own is among them while it trains, and learns of the short last batch."""
+    acts, options = [Act("replace callbacks", hook, 0, 1)], {"accumulate_grad_batches": 2, "max_epochs": 2}
+    read = [Order("shuffle", 18)]
+    (stock,) = world(1).run(fit, read, None, acts, **options)
+    ranks = world(2).run(fit, read, {"num_replicas": 4}, acts, **options)
+    assert together([stock]) == together(ranks)
+    assert draws(stock) == draws(ranks[0])
+
+
 def changed(batch: Any, device: Any, index: int) -> Any:
     return batch[1:]
 

@@ -524,6 +524,26 @@ def test_what_stands_in_for_a_weight_is_said_once(world, name):
     assert ([[], said] if said == [NOTHING] else [said, []]) == world(2).run(heard, name)
 
 
+class Moved(Stepped):
+    """Shows on the device no target that is ignored."""
+
+    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        return batch.clamp(min=0)
+
+
+def heard_of_moved(of_ranks: Any) -> list[str]:
+    """Body: return what this rank is warned of targets."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(of_ranks, None, WEIGHTED, module=partial(Moved, mean_loss))
+    return [str(one.message).partition(".")[0] for one in caught if "targets" in str(one.message)]
+
+
+def test_ignored_targets_are_looked_for_on_the_host(world):
+    """Nothing is read on the device for it."""
+    assert [[IGNORED], []] == world(2).run(heard_of_moved, TARGETS)
+
+
 def resume_from_stock(path: str) -> int:
     """Body: continue a checkpoint of stock DDP under a rule; return how many times the steps of the first it has."""
     batches, steps = loader([[1.0], [2.0]]), list[int]()

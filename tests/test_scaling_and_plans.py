@@ -158,7 +158,8 @@ def attached(
     *optimizers: torch.optim.Optimizer, lr_scaling: str = "linear", scale: float = 4, warmup: int = 0
 ) -> Rates:
     rates = Rates(GradAvgStrategy()._options, lr_scaling=lr_scaling, base_batch_size=BASE, lr_warmup_steps=warmup)
-    trainer, loop = SimpleNamespace(callbacks=[]), SimpleNamespace(accumulation=1)
+    trainer = SimpleNamespace(callbacks=[], optimizers=list(optimizers))
+    loop = SimpleNamespace(accumulation=1)
     rates.run = cast(Any, SimpleNamespace(world=World(), trainer=trainer, loop=loop))
     rates.setup_optimizers(optimizers)
     follow(rates, scale)
@@ -215,6 +216,88 @@ def test_groups_hold_effective_values_in_a_step_and_base_values_between(kind: st
     assert counted_by(rates) == [steps]
 
 
+def added(optimizer: Any, lr: Any = 0.5) -> None:
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": lr})
+
+
+def added_twice(optimizer: Any) -> None:
+    added(optimizer)
+    added(optimizer, 0.3)
+
+
+def added_by_default(optimizer: Any) -> None:
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+
+
+def saved_and_loaded(optimizer: Any) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def removed(optimizer: Any) -> None:
+    del optimizer.param_groups[0]
+
+
+def removed_and_back(optimizer: Any) -> None:
+    group = optimizer.param_groups.pop(0)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.5})
+    optimizer.param_groups.append(group)
+
+
+# What a user does to the groups within a step, and the base rates from then on; by default there is one of 0.001.
+CHANGES: dict[str, tuple[Any, list[float]]] = {
+    "a group": (added, [0.1, 0.01, 0.5]),
+    "a group at the default rate": (added_by_default, [0.1, 0.01, 0.001]),
+    "a state of this step": (saved_and_loaded, [0.1, 0.01]),
+    "a state of before": (lambda optimizer: optimizer.load_state_dict(make("sgd").state_dict()), [0.1, 0.01]),
+    "no first group": (removed, [0.01]),
+    "the first group as the last": (removed_and_back, [0.01, 0.5, 0.1]),
+    "two groups": (added_twice, [0.1, 0.01, 0.5, 0.3]),
+}
+
+
+@pytest.mark.parametrize(("change", "base"), CHANGES.values(), ids=CHANGES)
+def test_groups_that_change_within_a_step_are_scaled_in_it(change: Any, base: list[float]) -> None:
+    """And they are at rest afterwards, in checkpoints, too."""
+    optimizer = make("sgd")
+    rates = attached(optimizer)
+    rates.apply()
+    change(optimizer)
+    assert pytest.approx([4 * lr for lr in base]) == [group["lr"] for group in optimizer.param_groups]
+    assert pytest.approx([4 * lr for lr in base]) == list(rates.learning_rates())
+    saved = rates.optimizer_state(optimizer, optimizer.state_dict())["param_groups"]
+    assert base == [group["lr"] for group in saved]
+    used = rates.optimizer_step(optimizer, lambda: [group["lr"] for group in optimizer.param_groups])
+    assert pytest.approx([4 * lr for lr in base]) == used
+    for _ in range(2):
+        assert base == [group["lr"] for group in optimizer.param_groups]
+        assert {"add_param_group", "load_state_dict"}.isdisjoint(vars(optimizer))
+        rates.apply()
+        rates.end()
+
+
+def test_a_group_past_the_method_of_torch_is_scaled_when_the_optimizer_steps() -> None:
+    optimizer = make("sgd")
+    rates = attached(optimizer)
+    rates.apply()
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [], "lr": 0.5})
+    used = rates.optimizer_step(optimizer, lambda: [group["lr"] for group in optimizer.param_groups])
+    assert pytest.approx([0.4, 0.04, 2]) == used
+    assert [0.1, 0.01, 0.5] == [group["lr"] for group in optimizer.param_groups]
+
+
+def test_a_new_group_may_share_a_tensor_with_one_that_is_scaled() -> None:
+    """As where the rate of the constructor is a tensor, which all groups without a rate have in common."""
+    rate = torch.tensor(0.1, dtype=torch.float64)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=rate)
+    rates = attached(optimizer)
+    rates.apply()
+    added_by_default(optimizer)
+    assert [rate, rate] == [group["lr"] for group in optimizer.param_groups]
+    assert pytest.approx(0.4) == rate.item()
+    rates.end()
+    assert rate.item() == 0.1
+
+
 def test_optimizers_that_come_later() -> None:
     """One that was not returned is scaled in its steps; those of before go on counting."""
     before, late = make("sgd"), make("sgd")
@@ -223,7 +306,12 @@ def test_optimizers_that_come_later() -> None:
         rates.optimizer_step(before, lambda: None)
     assert pytest.approx([0.4, 0.04]) == rates.optimizer_step(late, lambda: [one["lr"] for one in late.param_groups])
     assert [0.1, 0.01] == [one["lr"] for one in late.param_groups]
-    rates.setup_optimizers([make("sgd"), before])
+    assert counted_by(rates) == [2]
+    rates.run.trainer.optimizers = [make("sgd"), before]
+    assert counted_by(rates) == [0, 2]
+    rates.apply()
+    assert [[0.4, 0.04]] * 2 == [[one["lr"] for one in each.param_groups] for each in rates.run.trainer.optimizers]
+    rates.setup_optimizers(rates.run.trainer.optimizers)
     assert counted_by(rates) == [0, 2]
 
 
@@ -235,6 +323,16 @@ def test_infeasible_values_are_refused_before_any_group_changes() -> None:
         with pytest.raises(ValueError, match=rf"scale {scale} with beta1={beta}.*below {limit}\."):
             rates.apply()
         assert before == moving(optimizer.param_groups)
+
+
+def test_an_infeasible_group_that_is_added_leaves_the_others_at_rest() -> None:
+    optimizer = make("adam")
+    rates = attached(optimizer, lr_scaling="adam_sde", scale=4)
+    rates.apply()
+    with pytest.raises(ValueError, match=r"scale 4 with beta1=0.5.*below 2\."):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.5, "betas": (0.5, 0.999)})
+    rates.end()
+    assert [0.1, 0.01, 0.5] == [group["lr"] for group in optimizer.param_groups]
 
 
 @given(factors=st.tuples(COUNTS, COUNTS, COUNTS), base_ranks=COUNTS, base=st.integers(1, 10**6))

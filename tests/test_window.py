@@ -9,8 +9,9 @@ from torch import nn
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.gradients import ReplicatedGradients
+from lightning_gradavg.reduction.lift import WindowOptions
 from lightning_gradavg.reduction.loss import MicroBatch, WeighedLoss
-from lightning_gradavg.reduction.window import OpenWindows, Window, WindowOptions, WindowState
+from lightning_gradavg.reduction.window import OpenWindows, Window, WindowState
 from lightning_gradavg.rules import RULES
 
 

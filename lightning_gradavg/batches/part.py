@@ -81,14 +81,15 @@ class Batches(Part):
         return joined
 
     @property
-    def _fetches_within(self) -> bool:
+    def fetches_within(self) -> bool:
         """Whether `training_step` fetches its own batches."""
         return is_param_in_hook_signature(self.run.module.training_step, "dataloader_iter", explicit=True)
 
     def on_train_batch_start(self) -> None:
-        """Note that a batch is about to be trained on, unless a user moves another one to the device."""
-        if (arriving := self.run.loop.arriving) is not None:
-            self._arrive(*arriving)
+        """Find what stands behind the batch that arrives, unless the step is still to fetch it."""
+        if self.joins and self.fetches_within:
+            return
+        self._arrive(self.run.loop.epoch, self.run.loop.batch_number)
 
     def _behind(self, epoch: Any, number: int) -> list[Any]:
         """Return what stands behind a batch, of each loader, None where it has none."""
@@ -124,7 +125,7 @@ class Batches(Part):
 
     def training_step(self) -> AbstractContextManager[Any]:
         """Have a step whose samples do not count leave no trace."""
-        if self.joins and self._fetches_within:
+        if self.joins and self.fetches_within:
             return self._fetching()
         return nullcontext() if self.has_samples else stand_in(self.run.module)
 
@@ -133,7 +134,7 @@ class Batches(Part):
         """Learn what stands behind the batch of a step that fetches it."""
         with nullcontext() if self.has_samples else stand_in(self.run.module):
             yield
-        self._arrive(self.run.loop.epoch, self.run.loop.ready - 1)
+        self._arrive(self.run.loop.epoch, self.run.loop.batch_number)
         if self.missing > 0:
             raise RuntimeError(
                 f"{self.missing} of {self.run.world.size} ranks have no more batches, which a"
@@ -159,7 +160,7 @@ class SplitBatches(Batches):
     def configure_ddp(self, run: Run) -> None:
         """Begin to split the loaders of a run."""
         super().configure_ddp(run)
-        if self._fetches_within:
+        if self.fetches_within:
             raise ValueError(
                 "split_batches=True cannot serve a training_step(dataloader_iter): it fetches its own batches."
                 " Let training_step take (batch, batch_idx), or set split_batches=False."
@@ -212,8 +213,6 @@ class SplitBatches(Batches):
     def _arrive(self, epoch: Any, number: int) -> None:
         behind = self._behind(epoch, number)
         chunks = [each.chunk for each in behind if each is not None]
-        if not chunks:  # a user moves another batch to the device
-            return
         _require_same_reach(chunks)
         self.chunk = chunks[0]
         self.without_samples = [rank for rank, pieces in enumerate(self.chunk.layout) if pieces == 0]

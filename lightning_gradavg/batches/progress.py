@@ -43,16 +43,26 @@ def _note(numbers: Numbers, epoch: Any, behind: Any, *, first: int = 0) -> None:
 
 
 class Progress:
-    """How far a run is, the random state before the window in training, and that of a resumed run to go on with."""
+    """How far a run is, the random state before the window in training, and that of a resumed run to go on with.
+
+    Attributes:
+        before_window: The random state before the first batch of the window was moved to the device.
+        after_read: The random state after the last read.
+        moves: Whether a batch was read that is not in training yet: it is moved to the device, or failed there.
+    """
 
     def __init__(self, loop: TrainingLoop) -> None:
-        self.loop, self.before_window = loop, random_state()
+        self.loop = loop
+        self.before_window = self.after_read = random_state()
+        self.moves = False
         self._random: RandomState | None = None  # of a resumed run that is being set up
 
     def arrive(self, number: int, loaders: Sequence[NumberedLoader], behind: Sequence[Behind | None]) -> None:
-        """Note what stands behind a batch that is about to be trained on, perhaps the first of a window."""
+        """Note what stands behind a batch that arrived, perhaps the first of a window."""
         begins = number % self.loop.accumulation == 0
-        self.before_window = random_state() if begins else self.before_window
+        # Not the state of now: a resumed run moves the batch to the device again, and the user's hooks may draw there.
+        self.before_window = self.after_read if begins else self.before_window
+        self.moves = False
         for loader, now in zip(loaders, behind, strict=True):
             loader.start, loader.now = None, now
             loader.window = now if begins else loader.window
@@ -63,8 +73,11 @@ class Progress:
         restore_random_state(random)
 
     def note_draws(self) -> None:
-        """Note that Lightning read, perhaps while a resumed run is set up."""
-        self._random = self._random and random_state()
+        """Note that Lightning read: the last time before a batch arrives, or while a resumed run is set up."""
+        self.after_read = random_state()
+        self.moves = True
+        if self._random is not None:
+            self._random = self.after_read
 
     def end_set_up(self) -> None:
         """Go on where the last read left the random state, before hooks of the resumed run may draw.
@@ -116,6 +129,8 @@ class NumberedLoader(SplitLoader):
             return state
         if now is not None and trained and loop.processed % loop.accumulation == 0:
             place = now.after
+            if progress.moves:
+                state["now"]["random"] = progress.after_read
         elif window is not None:
             place, state["now"]["random"] = window.before, progress.before_window
         else:

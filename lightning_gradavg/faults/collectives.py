@@ -51,6 +51,16 @@ class Collectives(ParallelStrategy):
         callbacks.insert(0, self._interruption)
 
     @override
+    def teardown(self) -> None:
+        """Leave the Trainer's callbacks as they were."""
+        module = self.lightning_module
+        if module is not None and self._interruption is not None:
+            callbacks = module.trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+            if self._interruption in callbacks:
+                callbacks.remove(self._interruption)
+        super().teardown()
+
+    @override
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         if not self._faults.ends_apart():
             super().barrier(name, *args, **kwargs)  # type: ignore[safe-super]  # the engine's

@@ -12,7 +12,9 @@ arXiv 1706.02677).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_gradavg.lightning_internals import version_of
+from lightning_gradavg.methods import replaced
 from lightning_gradavg.rates.scaling import Scaling
 
 __all__ = ["ScaledGroups"]
@@ -27,38 +30,113 @@ __all__ = ["ScaledGroups"]
 _Values: TypeAlias = dict[str, Any]
 
 
+@dataclass
+class _HeldGroup:
+    """A parameter group that holds effective values."""
+
+    group: _Values
+    written_base: _Values  # what the effective values were computed from
+    effective: _Values
+    left: Any = None  # the stamp of the learning rate that was written
+
+    def base(self, factor: float) -> _Values:
+        """Return the base values: a learning rate that someone else wrote since is an effective one."""
+        if _stamp(self.group["lr"]) == self.left:
+            return self.written_base
+        return {**self.written_base, "lr": self.group["lr"] / factor}
+
+
 class ScaledGroups:
     """An optimizer's groups that hold effective values, from the construction on until `end`.
 
     A learning rate that someone else writes into a group meanwhile is an effective one, which this step uses unchanged.
     Its base is the written value / the factor. A learning rate that is a tensor is changed in place.
+
+    A group that is added meanwhile, or loaded with a state, comes with base values, as before training and in a
+    checkpoint, and gets effective ones at once. A loaded group that has the effective values was saved within the step,
+    and keeps them.
     """
 
     def __init__(self, optimizer: Optimizer, scaling: Scaling, scale: float, factor: float) -> None:
-        self._factor, self._groups = factor, list(optimizer.param_groups)
-        values = [scaling.hyperparameters(scale, group, factor) for group in self._groups]
-        pairs = list(zip(self._groups, values, strict=True))
-        self._bases = [{name: _kept(group[name]) for name in effective} for group, effective in pairs]
-        _write(pairs)
-        self._left = [_stamp(group["lr"]) for group in self._groups]  # after all of them: groups may share a tensor
+        self._optimizer = optimizer
+        self._scaling = scaling
+        self._scale = scale
+        self._factor = factor
+        self._held: dict[int, _HeldGroup] = {}  # by the id of the group
+        self.follow()
+        self._methods = ExitStack()
+        # Torch has no hook for a new group, and steps with what it finds right after the last hook of Lightning's.
+        for name in ("add_param_group", "load_state_dict"):
+            if hasattr(optimizer, name):
+                self._methods.enter_context(replaced(optimizer, name, self._followed(getattr(optimizer, name))))
 
-    @property
-    def bases(self) -> list[_Values]:
-        """The base values of each group."""
-        rows = zip(self._groups, self._bases, self._left, strict=True)
-        return [
-            base if _stamp(group["lr"]) == left else {**base, "lr": group["lr"] / self._factor}
-            for group, base, left in rows
-        ]
+    def _followed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method that changes the groups, and has the new ones hold effective values."""
+
+        def change(*args: Any, **kwargs: Any) -> Any:  # a function: a copy of the optimizer has none of it
+            result = method(*args, **kwargs)
+            self.follow()
+            return result
+
+        return change
+
+    def follow(self) -> None:
+        """Have the groups that the optimizer has now hold effective values."""
+        begun: list[_HeldGroup] = []
+        for group in self._optimizer.param_groups:
+            if self._find(group) is None:
+                base = {name: self._base(group, name) for name in self._hyperparameters(group)}
+                effective = self._hyperparameters({**group, **base})
+                begun.append(_HeldGroup(group, base, effective))
+        _write((held.group, held.effective) for held in begun)
+        for held in begun:  # after all of them: groups may share a tensor
+            held.left = _stamp(held.group["lr"])
+            self._held[id(held.group)] = held
+
+    def _hyperparameters(self, group: _Values) -> _Values:
+        return self._scaling.hyperparameters(self._scale, group, self._factor)
+
+    def _base(self, group: _Values, name: str) -> Any:
+        """Return the base of a new group's value. A tensor that it shares with another group holds an effective one."""
+        value = group[name]
+        for held in self._held.values():
+            if isinstance(value, Tensor) and held.group.get(name) is value:
+                return held.base(self._factor)[name]
+        return _kept(value)
+
+    def _find(self, group: _Values) -> _HeldGroup | None:
+        """Return what is known of a group, or of one that it replaced, with the same parameters and effective values.
+
+        None of a group that holds base values.
+        """
+        if id(group) in self._held:
+            return self._held[id(group)]
+        for held in list(self._held.values()):
+            if held.group["params"] is not group["params"]:
+                continue
+            if all(group[name] == value for name, value in held.effective.items()):
+                found = _HeldGroup(group, held.written_base, held.effective, _stamp(group["lr"]))
+                self._held[id(group)] = found
+                return found
+        return None
 
     def end(self) -> None:
-        """Have the groups hold base values."""
-        _write(zip(self._groups, self.bases, strict=True))
+        """Have the groups hold base values, also those that were removed."""
+        self._methods.close()
+        for group in self._optimizer.param_groups:
+            self._find(group)
+        held_groups = list(self._held.values())
+        # All bases before any is written: groups may share a tensor.
+        bases = [held.base(self._factor) for held in held_groups]
+        _write((held.group, base) for held, base in zip(held_groups, bases, strict=True))
 
     def at_rest(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a copy of a state of the optimizer, with base values in its parameter groups."""
-        pairs = zip(state["param_groups"], self.bases, strict=True)
-        return {**state, "param_groups": [{**saved, **base} for saved, base in pairs]}
+        groups = []
+        for saved, group in zip(state["param_groups"], self._optimizer.param_groups, strict=True):
+            held = self._find(group)
+            groups.append({**saved, **({} if held is None else held.base(self._factor))})
+        return {**state, "param_groups": groups}
 
 
 @torch.no_grad()

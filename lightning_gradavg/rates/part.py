@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -76,7 +77,7 @@ class Rates(Part):
         self._accumulation = 1
         self._found_with: int | None = None  # the global batch of a search for a learning rate
         self._loaded: Saved = {}
-        self._steps: dict[Optimizer, int] = {}
+        self._steps: MutableMapping[Optimizer, int] = {}
         self._begun: dict[Optimizer, ScaledGroups] = {}
         self._hooks = ExitStack()
 
@@ -93,7 +94,13 @@ class Rates(Part):
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Take the optimizers of the run, whose groups hold base values. Those of before go on counting."""
         self.end()
-        self._steps = {optimizer: self._steps.get(optimizer, 0) for optimizer in optimizers}
+        steps = {optimizer: self._steps.get(optimizer, 0) for optimizer in optimizers}
+        self._steps = WeakKeyDictionary(steps)  # a user may replace optimizers in training
+
+    @property
+    def _optimizers(self) -> Sequence[Optimizer]:
+        """Those that the run trains with now."""
+        return self.run.trainer.optimizers
 
     def prepare_loaders(self, stage: str) -> None:
         """Forget the sizes of earlier training loaders."""
@@ -146,11 +153,11 @@ class Rates(Part):
         self._hooks.enter_context(replaced(owner, name, surrounded))
 
     def on_train_batch_start(self) -> None:
-        """Begin a batch, and with it a step. Callbacks may move batches at any other time."""
+        """Begin a batch, and with it a step."""
         # In its pass without backwards, SWA makes the window so long that Lightning takes no step.
         if self.run.loop.accumulation != self._accumulation and not self.run.loop.skips_backward:
             self._set_batch()
-        if self.scales and self.run.module.automatic_optimization and self.run.loop.between_batches:
+        if self.scales and self.run.module.automatic_optimization:
             self.end()
             self.apply()
 
@@ -166,10 +173,14 @@ class Rates(Part):
 
     def apply(self, *optimizers: Optimizer) -> None:
         """Have the groups of some optimizers, by default of all, hold effective values until `end`."""
-        if self.scales:
-            for optimizer in {*(optimizers or self._steps)} - self._begun.keys():
-                factor = self._factor(optimizer)
-                self._begun[optimizer] = ScaledGroups(optimizer, self._scaling, self.batch.scale, factor)
+        if not self.scales:
+            return
+        for optimizer in optimizers or self._optimizers:
+            if optimizer in self._begun:
+                self._begun[optimizer].follow()
+                continue
+            factor = self._factor(optimizer)
+            self._begun[optimizer] = ScaledGroups(optimizer, self._scaling, self.batch.scale, factor)
 
     def end(self, *optimizers: Optimizer) -> None:
         """Have these groups hold base values."""
@@ -181,7 +192,9 @@ class Rates(Part):
 
     def learning_rates(self) -> tuple[float, ...]:
         """Return those that the step in progress or the next one uses, of every group of every optimizer."""
-        factors = {each: 1.0 if each in self._begun else self._factor(each) for each in self._steps}
+        for scaled in self._begun.values():
+            scaled.follow()
+        factors = {each: 1.0 if each in self._begun else self._factor(each) for each in self._optimizers}
         groups = ((group, factor) for each, factor in factors.items() for group in each.param_groups)
         return tuple(float(group["lr"] * factor) for group, factor in groups if "lr" in group)
 
@@ -192,11 +205,13 @@ class Rates(Part):
     def load_optimizers(self, saved: Saved | None) -> None:
         """Go on with the warm-up where the checkpoint's run was; the states of optimizers are about to be loaded."""
         steps = ((saved or {}).get("rates") or {"steps": ()})["steps"]
-        self._steps.update(zip(self._steps, steps, strict=False))
+        self._steps.update(zip(list(self._steps), steps, strict=False))
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
         """Save the recipe, and how far the warm-up is."""
-        saved |= {"recipe": self._settings(), "rates": {"steps": [*self._steps.values()]} if self.scales else None}
+        saved |= {"recipe": self._settings(), "rates": None}
+        if self.scales:
+            saved["rates"] = {"steps": [self._steps.get(optimizer, 0) for optimizer in self._optimizers]}
 
     def load(self, saved: Saved) -> None:
         """Remember what the checkpoint's run was, until this one's loaders are known."""

@@ -1,14 +1,14 @@
 """`average_gradients`: the reduction rules for a plain PyTorch loop, in place after `backward()`.
 
-Every rank first tells the others, in one small exchange, what it is about to reduce. Whatever does not fit together
+Every rank first sends the others, in one small exchange, what it is about to reduce. Whatever does not fit together
 raises the same error on all ranks, before any gradient has changed. Then the gradients are summed, in flat buckets of
 which all are in flight at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,6 @@ from lightning_gradavg.reduction.reference import rank_factors
 from lightning_gradavg.rules import Rule, RuleFunction, is_number, resolve_rule
 
 __all__ = ["average_gradients", "needs_weight"]
-
-Refusals: TypeAlias = Sequence[tuple[Callable[[Any], object], str]]
-"""What is refused, and why: a predicate, and what the message goes on with, in which `{0}` is the value."""
 
 _BUCKET_BYTES = 25 * 2**20  # as DDP's: while one is on its way, the next is copied
 
@@ -66,20 +63,26 @@ def average_gradients(
             arguments, parameters or gradients don't fit together. On this process alone, if it is no member of `group`.
     """
     world = World.of(group)
-    mine, agreed = world.agree(
+    contribution, agreed = world.agree(
         "average_gradients cannot reduce", lambda: _brought(module_or_parameters, resolve_rule(reduction), weight)
     )
     factor = rank_factors(resolve_rule(reduction), agreed.nodes, agreed.weights)[world.rank]
-    having = map(any, zip(*agreed.details, strict=True))
-    gradients = [_writable(parameter) for parameter, has in zip(mine.tensors.values(), having, strict=True) if has]
-    sums, works = list[tuple[list[Tensor], Tensor]](), []
+    gradients: list[Tensor] = []
+    for parameter, has_gradient in zip(contribution.tensors.values(), zip(*agreed.details, strict=True), strict=True):
+        if any(has_gradient):  # on some rank
+            gradients.append(_writable(parameter))
+    sums: list[tuple[list[Tensor], Tensor]] = []
+    works: list[dist.Work] = []
     for members in buckets_of(gradients, _BUCKET_BYTES):
         with torch.profiler.record_function("GradAvg: reduce gradients"):
             # In no fewer than 32 bits: a sum of float16 overflows and a pre-divided one underflows where the result
             # does neither, and bfloat16 loses bits at every addition.
             wide = torch.promote_types(members[0].dtype, torch.float32)
             flat = torch.cat([gradient.reshape(-1) for gradient in members]).to(wide)
-            flat = flat.mul_(factor) if factor > 0 else flat.zero_()  # 0 times NaN is NaN
+            if factor > 0:
+                flat.mul_(factor)
+            else:
+                flat.zero_()  # 0 times NaN is NaN
             if world.group is not None:
                 works.append(dist.all_reduce(flat, group=world.group, async_op=True))
         sums.append((members, flat))
@@ -94,7 +97,11 @@ def average_gradients(
 def _writable(parameter: Tensor) -> Tensor:
     """Return a parameter's gradient, made writable: zeros where it has none, and stored as it reads."""
     gradient = parameter.grad
-    parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient.resolve_conj().resolve_neg()
+    if gradient is None:
+        parameter.grad = torch.zeros_like(parameter)
+    else:
+        # A lazily conjugated tensor cannot be written through.
+        parameter.grad = gradient.resolve_conj().resolve_neg()
     return parameter.grad
 
 
@@ -110,50 +117,48 @@ def checked_weight(rule: Rule, weight: float | Tensor | None) -> float:
     """Return a rank's weight as a number; 1 where it is not given, which only a rule without weights allows."""
     if weight is None and rule.uses_weight:
         raise ValueError(needs_weight(rule))
-    number = 1.0 if weight is None else as_weight(weight)
+    if weight is None:
+        return 1.0
+    number = as_weight(weight)
     if not is_number(number):
         raise ValueError(f"weight {number!r} is not a finite number >= 0")
     return number
 
 
-def refuse(label: str, value: object, refusals: Refusals) -> None:
-    """Raise a ValueError about the first of the refusals that holds, if any does."""
-    for holds, reason in refusals:
-        if holds(value):
-            raise ValueError(f"{label} {reason.format(value)}")
-
-
-_REFUSED: Refusals = (
-    (
-        lambda one: not isinstance(one, Tensor),
-        "is {0!r} of type {0.__class__.__name__}: pass a module, or an iterable such as model.parameters()",
-    ),
-    (
-        lambda one: hasattr(one, "device_mesh"),
-        "is a DTensor, whose placements say how it is reduced: reduce it along its device mesh, or pass other tensors",
-    ),
-    (
-        lambda one: one.layout != torch.strided,
-        "has a gradient of layout {0.layout}: convert it by to_dense(), or use DDP with GradAvgReducer",
-    ),
-    (
-        lambda one: 0 in one.stride() and not one.is_contiguous(),
-        "has a gradient that repeats elements in memory, as after expand(): clone() it",
-    ),
-)
+def _require_reducible(label: str, value: object) -> None:
+    """Raise a ValueError unless a parameter, or its gradient, can be summed in a flat bucket."""
+    if not isinstance(value, Tensor):
+        raise ValueError(  # noqa: TRY004  # all ranks raise what one of them finds as a ValueError
+            f"{label} is {value!r} of type {type(value).__name__}: pass a module, or an iterable such as"
+            " model.parameters()"
+        )
+    if hasattr(value, "device_mesh"):
+        raise ValueError(
+            f"{label} is a DTensor, whose placements say how it is reduced: reduce it along its device mesh, or pass"
+            " other tensors"
+        )
+    if value.layout != torch.strided:
+        raise ValueError(
+            f"{label} has a gradient of layout {value.layout}: convert it by to_dense(), or use DDP with GradAvgReducer"
+        )
+    if 0 in value.stride() and not value.is_contiguous():
+        raise ValueError(f"{label} has a gradient that repeats elements in memory, as after expand(): clone() it")
 
 
 def _brought(source: Any, rule: Rule, weight: Any) -> Contribution:
     """Return what this rank brings to a reduction, checked, and which gradients it has."""
-    parameters, has = _labeled(source), list[bool]()
+    parameters = _labeled(source)
+    has_gradient: list[bool] = []
     equal = [f"reduction={rule.name!r}, {rule.formula}", f"{len(parameters)} parameters"]
     for label, parameter in parameters.items():
         gradient = getattr(parameter, "grad", None)
-        like = parameter if gradient is None else gradient
-        refuse(label, like, _REFUSED)
+        like = parameter
+        if gradient is not None:
+            like = gradient
+        _require_reducible(label, like)
         equal.append(f"{label} of shape {tuple(like.shape)}, {like.dtype} on {like.device.type}")
-        has.append(gradient is not None)
-    return Contribution(equal, has, checked_weight(rule, weight), rule.node, parameters)
+        has_gradient.append(gradient is not None)
+    return Contribution(equal, has_gradient, checked_weight(rule, weight), rule.node, parameters)
 
 
 def _labeled(source: Any) -> dict[str, Tensor]:

@@ -120,6 +120,7 @@ class Stock(Engine):
         """Note N, and drop a window that an epoch has cut off."""
         self._facts = facts
         if facts.begins_window:
+            # An epoch that ends within a window leaves local gradients, which no rank reduces any more.
             if self._kept is not None:
                 self._kept.restore()
                 self._kept = None
@@ -136,6 +137,7 @@ class Stock(Engine):
         assert final, "a step has several backwards only where ranks share batches, which weighs the mean"
         if len(self._micro_batches) == 1:
             self._set_aside()
+        # A stand-in: the rank has no batch, or no loss. Multiplying its loss by 0 would leave NaN.
         if loss.micro_batch.counts:
             run()
             return
@@ -147,6 +149,9 @@ class Stock(Engine):
 
     def _set_aside(self) -> None:
         """Set aside gradients from before the window if it may be multiplied: a full one leaves them as they are."""
+        # Lightning has zeroed them, unless the user overrides `optimizer_zero_grad`. Setting them aside would change
+        # the last bits of a full window, as stock adds before it averages (`test_ranks_stock.py`: kept gradients in
+        # windows).
         has_gradients = any(parameter.grad is not None for parameter in self._model.parameters())
         self._kept_in_place = has_gradients and not self._facts.may_end_early
         if has_gradients and self._facts.may_end_early:
@@ -158,11 +163,12 @@ class Stock(Engine):
             return False
         parameters = self._model.parameters()
         factor = self._factor()
+        # Nobody could know, and set the old gradients aside.
         if factor != 1 and self._kept_in_place:
             raise RuntimeError(
-                "the accumulation window ended before it was full, although its loader has a length, and gradients from"
-                " before it were kept: they would be multiplied, too. Give the loader the length that it has, or zero"
-                " gradients at the beginning of every window."
+                "the accumulation window ended before it was full, although its loader has a length, or some ranks had"
+                " no batch in it; and gradients from before it were kept, which would be multiplied, too. Have all"
+                " loaders yield as many batches as they say, or zero gradients at the beginning of every window."
             )
         self._model.finish(parameters, factor)
         return True
@@ -217,6 +223,7 @@ class Weighed(Engine):
         """Note N, and give up what an unfinished step or an epoch has cut off."""
         self._facts = facts
         if self._pieces_of_step > 0:
+            # The step before ended its epoch between two pieces, as by StopIteration.
             self._pieces.forget()
             self._windows.abandon()
         if facts.begins_window and not self.is_empty:
@@ -226,6 +233,7 @@ class Weighed(Engine):
     def add(self, loss: WeighedLoss, *, last: bool) -> None:
         """Add the loss to its window."""
         self._window = self._windows.next(loss)
+        # Rules that count samples weigh a missing batch as 0; others but the mean refuse such steps.
         missing = self._facts.missing if self._windows.options.rule.name == "mean" else 0
         divisor = 1.0 if self._facts.divisor is None else self._facts.divisor
         self._window.add(loss, last=last, divisor=divisor, missing=missing)
@@ -236,6 +244,7 @@ class Weighed(Engine):
             self._backward_of_piece(loss, run)
             return
         with self._now.abandoned_on_error():
+            # Lightning has zeroed gradients since the pieces before, at the beginning of a window.
             if self._windows.options.in_pieces:
                 self._join_pieces()
             self._now.begin_backward(loss)

@@ -42,6 +42,8 @@ class DiscardedGradients:
     def __init__(self, leaves: Iterable[nn.Parameter], micro_batch: MicroBatch) -> None:
         """Guard the parameters into which autograd accumulates."""
         self._handles: list[RemovableHandle] = []
+        # `gather` and batch norm ask. Walking the graph for functions that send gradients was tried: it also served
+        # torch's own gathers, for a graph walk in every such step. Select what is finite before those.
         _discarding.add(self)
         if micro_batch.absent or micro_batch.problem is not None:
             hook = _zeros
@@ -49,6 +51,7 @@ class DiscardedGradients:
             hook = _without_nan
         for leaf in leaves:
             if leaf.requires_grad:
+                # Before `AccumulateGrad`, so DDP and FSDP reduce what the hook returns.
                 self._handles.append(leaf.register_hook(hook))
 
     def end(self) -> None:
@@ -62,6 +65,7 @@ class DiscardedGradients:
 def _zeros(gradient: Tensor | None) -> Tensor | None:
     if gradient is None:
         return None
+    # A copy: autograd may hold the tensor elsewhere. In place, the layout of sparse and sharded gradients stays.
     with torch.profiler.record_function("GradAvg: discard gradient"):
         zeros = gradient.clone()
         stored(zeros).fill_(0)

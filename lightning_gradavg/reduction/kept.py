@@ -28,7 +28,7 @@ def _add(gradients: Gradients) -> None:
         return
     with torch.profiler.record_function("GradAvg: add kept gradients"):
         for parameter, gradient in gradients.items():
-            if parameter.grad is None:
+            if parameter.grad is None:  # the loss does not reach it in this window
                 parameter.grad = gradient
             else:
                 parameter.grad.add_(gradient)
@@ -57,6 +57,7 @@ class KeptGradients:
 
     def restore(self) -> None:
         """Put them in place of the gradients of the window."""
+        # Also where there was none: what the window has accumulated is of this rank alone.
         for parameter in self._parameters:
             parameter.grad = self._kept.get(parameter)
 

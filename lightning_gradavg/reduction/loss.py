@@ -88,6 +88,7 @@ class WeighedLoss:
         (gradient,) = gradients
         if self._on_backward is not None:
             self._on_backward(self)
+        # Equal weights leave the bits of the mean, and cost no kernel.
         if gradient is None or self.factor == 1:
             return gradients
         # The product with a Python number keeps the dtype, also of a scaled loss.
@@ -180,6 +181,7 @@ class Weights:
         """
         is_given = weight is not None
         absent = samples == 0
+        # Weights are neither read nor sent, so nothing about them can be wrong on one rank alone.
         if not self._rule.uses_weight:
             if isinstance(weight, Mapping):
                 as_weight(weight)  # raises
@@ -188,6 +190,7 @@ class Weights:
                     f'a "weight" was given, but reduction={self._rule.name!r} does not use weights: it is ignored.'
                 )
             return MicroBatch(0.0 if absent else 1.0, absent=absent)
+        # Whatever is wrong becomes a problem of the micro-batch: raised here, it would leave the other ranks waiting.
         if problem is None:
             problem = self._note(given=is_given)
         if absent:
@@ -216,7 +219,8 @@ class Weights:
 
     def _note(self, *, given: bool) -> str | None:
         """Tell the user about the default weight; return a problem if only some steps of the run have weights."""
-        before, self._explicit = self._explicit, given
+        before = self._explicit
+        self._explicit = given
         if given:
             self._batches_to_search = 0
         else:

@@ -17,8 +17,9 @@ from lightning_gradavg.ranks import Contribution, World
 from lightning_gradavg.reduction.average import needs_weight
 from lightning_gradavg.reduction.gradients import ModelGradients, ReplicatedGradients
 from lightning_gradavg.reduction.guard import BypassGuard
+from lightning_gradavg.reduction.lift import WindowOptions
 from lightning_gradavg.reduction.loss import WeighedLoss, Weights, require_loss
-from lightning_gradavg.reduction.window import OpenWindows, Window, WindowOptions
+from lightning_gradavg.reduction.window import OpenWindows, Window
 from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule
 
 __all__ = ["GradAvgReducer"]
@@ -36,8 +37,9 @@ class GradAvgReducer:
 
     The sums run over (rank, micro-batch) pairs. Micro-batches within `ddp_model.no_sync()` belong to the window that
     ends with the next backward outside of it. Don't divide the loss by the window's length. Each backward runs one
-    weighed loss. A backward that raises discards its window, and keeps earlier gradients. Under the plain mean losses
-    stay as they are, as with stock DDP, which you divide by the window's length.
+    weighed loss. Under the plain mean losses stay as they are, as with stock DDP, which you divide by the window's
+    length. Under other rules, a backward that raises discards its window, and keeps earlier gradients. Windows of
+    different parameters may be open at once, as those of two optimizers; see docs/reduction.md.
 
     Args:
         reduction: A key of `lightning_gradavg.rules.RULES`, or a function `(place, weight) -> Share`, pure and the same
@@ -157,7 +159,7 @@ class GradAvgReducer:
                 reduce nothing, as after a forward within `no_sync()`.
             TypeError: If the loss is no tensor.
             ValueError: If `divided_by` is not a number > 0; in the last backward of a window, on all ranks, if some
-                rank's weight is missing or not usable.
+                rank's weight is missing or not usable, or two windows that share parameters are open at once.
         """
         if divided_by is not None and not 0 < divided_by < math.inf:
             raise ValueError(

@@ -19,8 +19,9 @@ from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.engine import Engine, StepFacts, Stock, Weighed
 from lightning_gradavg.reduction.gradients import ReplicatedGradients
 from lightning_gradavg.reduction.kept import KeptGradients, PieceGradients
+from lightning_gradavg.reduction.lift import WindowOptions
 from lightning_gradavg.reduction.loss import MicroBatch, WeighedLoss, Weights, require_loss
-from lightning_gradavg.reduction.window import OpenWindows, WindowOptions, WindowRecord
+from lightning_gradavg.reduction.window import OpenWindows, WindowRecord
 from lightning_gradavg.reduction.zero_loss import sparse_weights, zero_loss
 from lightning_gradavg.rules import RULES, Rule, depends_on_length
 
@@ -137,6 +138,7 @@ class Reduction(Part):
 
     def _choose_engine(self, run: Run, ignored: Sequence[str]) -> Engine:
         """Return the engine of a run; `engine` has the table."""
+        # The tree sums in its own floor of the package, which this one does not import.
         if self._make_tree is not None:
             return self._make_tree(run)
         frozen: list[nn.Parameter] = []
@@ -206,7 +208,7 @@ class Reduction(Part):
     def begin_step(self, batch: Any, missing: int = 0) -> None:
         """Begin a training step with its batch, which `missing` ranks do not have."""
         self._batch = batch
-        self.pending = None
+        self.pending = None  # of a step before, which has had no backward
         self._skips_backward = self.run.loop.skips_backward
         if self._kept_of_lost_step is not None:
             self._kept_of_lost_step.add_back()
@@ -263,6 +265,7 @@ class Reduction(Part):
         if loss is None:
             return self._without_loss(output, counts=samples != 0, final=final)
         problem = None
+        # A weight under another key would be ignored, and samples counted, in silence.
         misspelt = [key for key in named if key in _MISSPELT]
         if misspelt and weight is None:
             problem = f'the result of training_step has {misspelt[0]!r}: call it "weight"'
@@ -286,6 +289,7 @@ class Reduction(Part):
                 " Further ones are not reported.",
                 warnings.warn,
             )
+        # Such as a sum over no rows. The other ranks still wait for this rank's backward.
         if not micro_batch.counts and not loss.requires_grad:
             loss = self._zero_loss()
         if self.judges and not micro_batch.absent:
@@ -316,6 +320,8 @@ class Reduction(Part):
             )
         elif self.run.world.size == 1 or _has_scaler(self.run):
             return output  # nobody waits for this rank, or a loss scaler skips a step without a loss
+        # Whether the other ranks have a loss is seen in the reduced gradient: an exchange in every step would cost the
+        # steps of everybody, for one that Lightning hardly allows.
         self._is_lost = counts and not self.judges
         micro_batch = MicroBatch(0.0, absent=True, without_loss=counts)
         if self.observer is not None:
@@ -358,6 +364,7 @@ class Reduction(Part):
         assert loss is not None
         self.pending = None
         if self._is_lost:
+            # Gradients from before would be taken for those of other ranks' losses.
             self._kept_of_lost_step = KeptGradients(self._parameters)
         around: Any = nullcontext()
         if self.observer is not None:
@@ -372,6 +379,7 @@ class Reduction(Part):
         skips = has_ended and self._skips()
         if skips:
             self._leave_out()
+        # In manual optimization the step's end is that of `training_step`.
         if self._on_reduced is not None and not self.is_manual:
             self._on_reduced()
         if not has_ended:

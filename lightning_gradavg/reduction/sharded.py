@@ -18,8 +18,8 @@ from lightning_gradavg.options import refuse_unserved
 from lightning_gradavg.place import Place, places_on_nodes
 from lightning_gradavg.ranks import World, digest
 from lightning_gradavg.reduction.gradients import scale_gradients
+from lightning_gradavg.reduction.lift import WindowOptions
 from lightning_gradavg.reduction.loss import MicroBatch
-from lightning_gradavg.reduction.window import WindowOptions
 from lightning_gradavg.rules import Rule, resolve_rule
 
 __all__ = ["ShardedGradients", "sharded_options", "sharded_rule"]

@@ -35,6 +35,8 @@ class Totals(NamedTuple):
     @classmethod
     def of_rank(cls, *, faults: int, without_loss: bool, pairs: int, agreement: str, normalizer: float) -> Totals:
         """Return the row of one rank; `agreement` is the text that must be the same on all ranks with a pair."""
+        # 32 bits are exact in float64. The smallest and the largest of all ranks are compared: the variance of digests,
+        # which sums would give, is rounded where windows are long or ranks are many.
         digest = float(crc32(agreement.encode()))
         lowest, highest = (digest, digest) if pairs > 0 else (math.inf, -math.inf)
         return cls(faults, without_loss, pairs, lowest, highest, normalizer)

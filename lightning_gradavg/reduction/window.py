@@ -12,23 +12,20 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
-from lightning_gradavg.device import Tally
 from lightning_gradavg.lightning_internals import stored, version_of
-from lightning_gradavg.place import Place
-from lightning_gradavg.ranks import World
-from lightning_gradavg.reduction.factor import factor_after, factor_before, inverse_power_of_two
+from lightning_gradavg.reduction.factor import factor_after, factor_before
 from lightning_gradavg.reduction.gradients import ModelGradients
 from lightning_gradavg.reduction.guard import DiscardedGradients
 from lightning_gradavg.reduction.kept import KeptGradients
+from lightning_gradavg.reduction.lift import Lift, WindowOptions
 from lightning_gradavg.reduction.loss import MicroBatch, WeighedLoss
 from lightning_gradavg.reduction.totals import Totals, TotalsExchange, must_agree, raise_together
-from lightning_gradavg.rules import Rule, Share, depends_on_length, in_window, share_of
+from lightning_gradavg.rules import Share, in_window, share_of
 
-__all__ = ["Lift", "OpenWindows", "Window", "WindowOptions", "WindowRecord", "WindowState"]
+__all__ = ["OpenWindows", "Window", "WindowRecord", "WindowState"]
 
 _TWO_OPEN = (
     "two windows are open at once, and they share parameters. A window is the micro-batches between two reductions, and"
@@ -40,90 +37,6 @@ _TWO_OPEN = (
 _CLEARED_IN_PART = (
     f"the gradients of some parameters were zeroed within a window, and those of others were not: {_TWO_OPEN}"
 )
-
-
-@dataclass(frozen=True)
-class WindowOptions:
-    """What does not change in a run.
-
-    Attributes:
-        rule: The reduction rule.
-        places: The place of every rank, in rank order.
-        world: The ranks that average.
-        device: The device of the gradients.
-        user_ends_windows: Whether the user says where a window ends, as in manual optimization and in your own loop. A
-            rank then does not know whether another rank's window has one micro-batch, or several.
-        in_pieces: Whether a step may have several backwards, of which all but the last run within `training_step`.
-        has_float16: Whether parameters have gradients in float16, in which a loss times W may overflow.
-        judges: Whether ranks judge every step together, and so exchange totals under every rule.
-    """
-
-    rule: Rule
-    places: Sequence[Place]
-    world: World
-    device: torch.device
-    user_ends_windows: bool = False
-    in_pieces: bool = False
-    has_float16: bool = False
-    judges: bool = False
-
-    @property
-    def place(self) -> Place:
-        """The place of this rank."""
-        return self.places[self.world.rank]
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether ranks exchange totals in every window."""
-        # Where the user ends windows, those of the ranks may differ in length, and in what they train.
-        return self.rule.uses_weight or self.judges or self.user_ends_windows
-
-    @property
-    def knows_totals_before_backward(self) -> bool:
-        """Whether a window of one micro-batch exchanges its totals before the backward, on all ranks."""
-        return not (self.user_ends_windows or self.in_pieces or self.has_float16)
-
-
-class Lift:
-    """What losses carry beside their multipliers where `Z` is known only after the backward; one for all windows.
-
-    Under a rule with weights it is chosen in the first window whose loss has any weight. Under a rule without weights
-    `Z` is known, and the lift is the whole factor, without N for rules that divide by the length of the window.
-    """
-
-    def __init__(self, options: WindowOptions) -> None:
-        """Choose nothing yet."""
-        self._options = options
-        self._power_of_two: float | None = None
-        shares = [share_of(options.rule, place, 1.0) for place in options.places]
-        self.normalizer = float(sum(share.normalizer for share in shares))
-        """`Z` of a window of one micro-batch, under a rule without weights."""
-
-    @property
-    def is_chosen(self) -> bool:
-        """Whether it will not change any more."""
-        return self._power_of_two is not None
-
-    def choose(self, normalizer: float) -> None:
-        """Choose it by the largest normalizer of a micro-batch of any rank. A collective operation.
-
-        If no rank has any weight, the next window asks again.
-        """
-        options = self._options
-        with torch.profiler.record_function("GradAvg: choose lift"):
-            (largest,) = Tally([normalizer], "max", options.device, options.world.group).read()
-        self._power_of_two = inverse_power_of_two(largest)
-
-    def value(self, divisor: float) -> float:
-        """Return the lift of a window whose losses the training loop divides by `divisor`."""
-        options = self._options
-        if options.rule.uses_weight:
-            return 1.0 if self._power_of_two is None else self._power_of_two
-        if options.has_float16:
-            return 1.0
-        if options.rule.averages_window:
-            return factor_before(1.0, 1.0, options.world.size, self.normalizer)
-        return factor_before(1.0, divisor, options.world.size, self.normalizer)
 
 
 class WindowState(Enum):
@@ -162,11 +75,13 @@ class Cleared(Enum):
 
 
 class _Gradient(NamedTuple):
-    """A parameter's gradient as a backward of a user's loop has left it; nothing keeps the gradient alive."""
+    """A parameter's gradient as a backward of a user's loop has left it."""
 
     parameter: nn.Parameter
+    # Weak: held strongly, the gradients that a user frees stayed alive through the next window, one model size of
+    # memory (`test_window.py`: nothing keeps gradients that the user frees).
     gradient: TensorWeakRef
-    version: int
+    version: int  # counts writes in place
 
     @property
     def is_touched(self) -> bool:
@@ -243,6 +158,7 @@ class Window:
         self._is_last = False
         self._gradients_left: list[_Gradient] = []
 
+    # The only place that changes the state, but for `_clear`, which every state allows.
     def _change(self, state: WindowState) -> None:
         assert state in _ALLOWED[self.state], f"a window that {self.state.value} cannot be one that {state.value}"
         self.state = state
@@ -292,20 +208,31 @@ class Window:
             self._contents.missing += missing
             if self.length == 1:
                 self._choose_lift()
+            # From here on the loss knows its problem: its gradient is discarded, and its backward still runs, as the
+            # backwards of other ranks may wait for this one.
             loss.micro_batch = self._require_finite_factor()
             if loss.micro_batch.problem is not None and not self._options.exchanges:
+                # Nothing would bring it to the other ranks, which run the same program.
                 raise ValueError(f"reduction {self._options.rule.name!r}: {loss.micro_batch.problem}.")
             if last and self._options.exchanges:
+                # As early as this rank knows its row: Lightning's hooks and `zero_grad` come next, and where the totals
+                # are needed afterwards only, the whole backward. They are never assumed from earlier windows, which
+                # saved up to 5 % of a small step: a correction afterwards multiplied gradients that were kept from
+                # before (`cases.py`: "added to gradients that are kept, of another size at last", 6.5 instead of 11).
                 self._contents.exchange = TotalsExchange(self._row(), self._options.world, self._options.device)
 
     def _checked(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return a micro-batch, with a problem if the window cannot have it."""
         contents, rule = self._contents, self._options.rule
+        if self.length == 0 and self._is_last and not self._options.user_ends_windows:
+            return micro_batch  # no other micro-batch to compare with
+        # A gradient that is accumulated, and whose parameter is then frozen, is unused for DDP: every rank keeps its
+        # own, in silence. A parameter that begins to train is right as it is: its sum has fewer terms.
         stopped = contents.trained
         contents.trained = {parameter for parameter in contents.parameters if parameter.requires_grad}
         if self.length == 0 or micro_batch.problem is not None:
             return micro_batch
-        if depends_on_length(rule, self._options.places) and not rule.averages_window:
+        if self._options.refuses_longer_windows:
             return micro_batch._replace(
                 problem=f"a share of the reduction rule {rule.name!r} depends on the number of micro-batches in the"
                 " window, which is not known before it ends. Do not accumulate, or have the rule use neither"
@@ -334,17 +261,17 @@ class Window:
 
     def _choose_lift(self) -> None:
         """Choose what the losses of this window carry, unless it is the whole factor."""
-        options = self._options
-        alone = self._is_last and options.knows_totals_before_backward
-        if options.rule.uses_weight and not alone and not self._lift.is_chosen:
+        if not self._has_whole_factor and not self._lift.is_chosen:
             self._lift.choose(float(self._contents.shares[0].normalizer))
 
     def _require_finite_factor(self) -> MicroBatch:
         """Return the latest micro-batch, with a problem if its weight is too large beside the first ones of the run."""
         contents = self._contents
         micro_batch = contents.micro_batches[-1]
+        if micro_batch.problem is not None or self._has_whole_factor:
+            return micro_batch
         multiplier = float(contents.shares[-1].multiplier)
-        if micro_batch.problem is None and not math.isfinite(multiplier * self._lift.value(self._divisor)):
+        if not math.isfinite(multiplier * self._lift.value(self._divisor)):
             micro_batch = micro_batch._replace(
                 problem=f"its multiplier {multiplier:g} overflows when it is scaled by the first weights of the run."
                 " Scale the weights so that those of all windows are of similar magnitude"
@@ -369,6 +296,8 @@ class Window:
         with self.abandoned_on_error():
             contents, options = self._contents, self._options
             if self.length == 1 and not options.in_pieces:
+                # In pieces, Lightning zeroes gradients between the first backward and the last: `Weighed` sets aside
+                # what it leaves.
                 self.set_kept_aside()
             multiplier = float(contents.shares[-1].multiplier)
             if self._has_whole_factor:
@@ -376,6 +305,8 @@ class Window:
                 loss.factor = factor_before(multiplier, self._divisor, options.world.size, totals.normalizer)
                 contents.lift = factor_before(1.0, self._divisor, options.world.size, totals.normalizer)
             else:
+                # A hook on the sum after the reduction would see a bucket, and not which parameters the window trains;
+                # so the rest of the factor is a pass over gradients, in `end_backward`.
                 contents.lift = self._lift.value(self._divisor)
                 loss.factor = multiplier * contents.lift
             if not loss.micro_batch.counts:
@@ -405,6 +336,7 @@ class Window:
     def _keeps_apart(self) -> bool:
         options = self._options
         if options.judges:
+            # A step that is skipped leaves no gradient to the optimizer, and loses none that were kept.
             return True
         if options.user_ends_windows:
             # Your loop may go on after an exception, with the gradients from before the window.
@@ -414,6 +346,7 @@ class Window:
             return False
         if options.rule.uses_weight or options.has_float16:
             return True
+        # Other rules without weights multiply nothing after the reduction.
         return options.rule.averages_window
 
     def end_backward(self) -> bool:
@@ -422,6 +355,7 @@ class Window:
         if not self._is_last:
             self._change(WindowState.OPEN)
             if self._options.user_ends_windows:
+                # A user's loop may zero gradients before the next micro-batch, and so give the window up.
                 self._note_gradients()
             return False
         with self.abandoned_on_error():
@@ -445,7 +379,7 @@ class Window:
 
     def _normalizer_without_weights(self) -> float:
         """Return `Z` of a rule without weights."""
-        normalizer = self._lift.normalizer
+        normalizer = self._lift.normalizer_without_weights
         if self._options.rule.averages_window:
             normalizer *= self.length
         # A mean counts pairs, and leaves out those of ranks that have no micro-batch. Other rules refuse such steps.
@@ -465,6 +399,7 @@ class Window:
         contents, options = self._contents, self._options
         place = in_window(options.place, self.length)
         shares: list[Share] = []
+        # Micro-batches count as further ranks on the node, now that the length of the window is known.
         for micro_batch in contents.micro_batches:
             share = share_of(options.rule, place, micro_batch.weight)
             if micro_batch.absent:
@@ -563,6 +498,7 @@ class OpenWindows:
             if not self._windows:
                 self._windows.append(self._new())
             return self._windows[0]
+        # Toggling is how Lightning's manual optimization says whose turn it is; a loss does not name its optimizer.
         trained = {parameter for parameter in self._model.parameters() if parameter.requires_grad}
         self._close_abandoned(loss)
         for window in self._windows:

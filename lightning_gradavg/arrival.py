@@ -1,0 +1,55 @@
+"""Lightning's event that a training batch arrives, as a callback of the strategy's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from typing_extensions import override
+
+__all__ = ["Arrival"]
+
+
+class Arrival(Callback):
+    """Tells the strategy that a training batch arrives, before any callback of the user's, and that its hooks ran.
+
+    The order is `insert` when training begins, for each batch `on_train_batch_start` and `on_train_batch_end`, and
+    `remove` when the run ends. The callback has no state, so checkpoints know nothing of it.
+
+    No method of the strategy tells the same: users may call those, on any rank, for any batch. Its own hook
+    `on_train_batch_start` comes after the user's, which are to see the effective learning rates.
+
+    Args:
+        begin: Called with each batch that is trained on.
+        end: Called with each batch when it was trained on, or passed over because it is None.
+    """
+
+    def __init__(self, begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+        self._begin = begin
+        self._end = end
+
+    def insert(self, trainer: Trainer) -> bool:
+        """Make this the first callback of a trainer; return whether it had to be inserted."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        if self in callbacks:
+            return False
+        callbacks.insert(0, self)
+        return True
+
+    def remove(self, trainer: Trainer) -> None:
+        """Take this out of the callbacks of a trainer, if it is there."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        if self in callbacks:
+            callbacks.remove(self)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._begin(batch)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        self._end(batch)
