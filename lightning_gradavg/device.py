@@ -29,10 +29,17 @@ def _side_stream(device: torch.device) -> Any:
 
 
 @contextmanager
-def beside(device: torch.device) -> Iterator[Any]:
-    """Launch on a stream of an accelerator beside the current one, once that has come so far; yield the stream."""
+def beside(device: torch.device, *, waits: bool = True) -> Iterator[Any]:
+    """Launch on a stream of an accelerator beside the current one; yield the stream.
+
+    Args:
+        device: The accelerator.
+        waits: Whether what is launched comes after what the current stream has been given so far. It must, if it uses
+            a result of that.
+    """
     streams, stream = getattr(torch, device.type), _side_stream(device)
-    stream.wait_stream(streams.current_stream(device))
+    if waits:
+        stream.wait_stream(streams.current_stream(device))
     with streams.stream(stream):
         yield stream
 

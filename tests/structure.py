@@ -1,25 +1,17 @@
-"""How the package is built: its size, and its journeys through the files, which docs/architecture.md states.
+"""How the package is built: its journeys through the files, which docs/architecture.md states.
 
-`python -m tests.structure` prints files, lines and branches per folder, and how often control goes from one file of the
-package into another on each journey of rank 0 of 2.
-
-- A *line of code* holds something other than a comment, a blank, or a docstring (a string that is a statement).
-- A *branch* is an `if`, a conditional expression, a `for`, a `while`, a `try`, a chain of `and` or of `or`, a condition
-  of a comprehension, or a `case`.
-- A *call* is a Python function of the package that begins, or a generator that goes on. It is *between files* if the
-  innermost function of the package below it on the stack, if any, is in another file. Gloo's threads are not seen.
+`python -m tests.structure` prints how often control goes from one file of the package into another on each journey of
+rank 0 of 2. A *call* is a Python function of the package that begins, or a generator that goes on. It is *between
+files* if the innermost function of the package below it on the stack, if any, is in another file. Gloo's threads are
+not seen.
 """
 
 from __future__ import annotations
 
-import ast
 import gc
-import io
 import os
 import sys
-import tokenize
 import warnings
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -40,31 +32,6 @@ from ranks import RankPool, make_trainer  # noqa: E402  # found there
 from toys import WEIGHTED, Toy  # noqa: E402  # likewise
 
 ROOT = Path(lightning_gradavg.__file__).parent  # the sources, or the installed wheel where that is what is tested
-
-_BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.BoolOp, ast.match_case)
-_NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-
-
-def size_of(source: str) -> Counter[str]:
-    """Return the lines, the lines of code and the branches of a file."""
-    code, branches = set[int](), 0
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        code.update(range(token.start[0], token.end[0] + 1) if token.type not in _NO_CODE else ())
-    for node in ast.walk(ast.parse(source)):
-        branches += isinstance(node, _BRANCHES) + len(getattr(node, "ifs", ()))
-        if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
-            code.difference_update(range(node.lineno, (node.end_lineno or 0) + 1))
-    return Counter(files=1, lines=len(source.splitlines()), code=len(code), branches=branches)
-
-
-def sizes() -> dict[str, Counter[str]]:
-    """Return the size of every folder, of every module beside the folders, and of all."""
-    found: dict[str, Counter[str]] = {}
-    for path in sorted(ROOT.rglob("*.py")):
-        folder = path.relative_to(ROOT).with_suffix("").parts[0]
-        found.setdefault(folder, Counter()).update(size_of(path.read_text("utf-8")))
-    return {**found, "all": sum(found.values(), Counter())}
-
 
 ARROWS: list[tuple[str, str]] = []
 """The calls between files on a journey: from where ("outside" where no file of the package calls), and to where."""
@@ -165,10 +132,7 @@ def travelled(name: str) -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    _print("folder", "files", "lines", "code", "branches", "per 100")
-    for folder, size in sizes().items():
-        _print(folder, *size.values(), f"{100 * size['branches'] / size['code']:.1f}")
-    _print("\njourney on rank 0 of 2", "files", "calls")
+    _print("journey on rank 0 of 2", "files", "calls")
     with closing(RankPool(2)) as pool:
         for name in JOURNEYS:
             arrows = pool.run(travelled, name)[0]

@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path as File
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from accelerator import SimAccelerator, waits
+from accelerator import SimAccelerator, SimStream, waits
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -37,6 +38,7 @@ from toys import WEIGHTED, OfTorch, Recorded
 import lightning_gradavg
 from benchmarks.one_gpu import OneGpu
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, average_gradients, gather, global_mean, hooks
+from lightning_gradavg.reduction.totals import GatheredRows
 from lightning_gradavg.rules import RULES
 
 Outcome = list[Tensor]
@@ -388,6 +390,19 @@ def run_beside_the_cpu(body: Callable[[str], Found], name: str, pools: Worlds, w
 def test_a_path_equals_that_on_the_cpu_and_waits_as_stated(name: str, sim_world: Worlds, world: Worlds) -> None:
     for counted in run_beside_the_cpu(on_sim, name, sim_world, world):
         assert PATHS[name].waits in (None, counted.get("waits"))
+
+
+def rows_beside_the_model() -> tuple[list[list[float]], int, int]:
+    """Body: exchange a row; return all rows, how often the device waited for the model, and how often the host did."""
+    device = torch.device("sim", 0)
+    with mock.patch.object(SimStream, "wait_stream") as waited, waits() as found:
+        rows = GatheredRows([1.0, dist.get_rank()], device, dist.group.WORLD).read()
+    return rows, waited.call_count, len(found)
+
+
+def test_totals_wait_for_other_ranks_and_not_for_the_forward(sim_world: Worlds) -> None:
+    """They are launched after the forward, on a stream that does not wait for it. The host waits once."""
+    assert [([[1, 0], [1, 1]], 0, 1)] * 2 == sim_world(2).run(rows_beside_the_model)
 
 
 @pytest.fixture(scope="module")

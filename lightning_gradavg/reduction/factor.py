@@ -10,14 +10,18 @@ the backward of each loss is multiplied by f, they give
 
     1 / W * sum(f * g_p / N)
 
-which is g for f = w * N * W / Z. There are four cases. `lift` is what a loss carries beside its multiplier w:
+which is g for f = w * N * W / Z. There are five cases. `lift` is what a loss carries beside its multiplier w; Z_1 is Z
+of a window of one micro-batch:
 
-    | rule            | window                                       | lift                         | afterwards       |
-    |-----------------|----------------------------------------------|------------------------------|------------------|
-    | without weights | any; Z is known                              | N * W / Z of a window of one | 1, or 1 / length |
-    | with weights    | of one micro-batch, which all ranks know     | N * W / Z                    | nothing          |
-    | with weights    | any other: Z is known after the last forward | a power of two               | N * W / Z / lift |
-    | any             | of a model with parameters in float16        | 1, or a power of two         | N * W / Z / lift |
+    | rule                 | window                                     | lift                 | afterwards       |
+    |----------------------|--------------------------------------------|----------------------|------------------|
+    | without weights      | any; Z = Z_1 is known                      | N * W / Z_1          | 1                |
+    | without weights,     | any; Z = Z_1 * length is known at its end  | W / Z_1              | N / length       |
+    | divided by length    |                                            |                      |                  |
+    | with weights         | of one micro-batch, which all ranks know   | N * W / Z            | nothing          |
+    | with weights         | any other: Z is known after the last       | a power of two       | N * W / Z / lift |
+    |                      | forward                                    |                      |                  |
+    | any                  | of a model with parameters in float16      | 1, or a power of two | N * W / Z / lift |
 
 The power of two is near the inverse of the first weights of the run, so that multiplying by it is exact, and losses
 keep their magnitude: 4096 tokens times a loss overflow float16 activations where the result does not. A lift that is

@@ -144,7 +144,8 @@ class GatheredRows:
             self._rows = sent.new_empty(ranks * self._length)
             self._work = dist.all_to_all_single(self._rows, sent.repeat(ranks), group=group, async_op=True)
             return
-        with beside(device) as stream:
+        # The row comes from the host: nothing of the model's stream is needed for it, such as the forward.
+        with beside(device, waits=False) as stream:
             moved = on_device(sent, device)
             gathered = moved.new_empty(ranks * self._length)
             dist.all_gather(list(gathered.view(ranks, -1).unbind()), moved, group=group)
