@@ -24,6 +24,12 @@ from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule
 
 __all__ = ["GradAvgReducer"]
 
+_NOTHING_REDUCED = (
+    "DDP would reduce nothing in this backward: it reduces in the first backward after a forward outside of no_sync()."
+    " Have the window's last forward outside of it, too; and run one backward for each forward: pass several losses as"
+    " one, their sum."
+)
+
 
 class GradAvgReducer:
     """Scales losses so that `DistributedDataParallel` reduces their gradients by a rule, in any training loop.
@@ -211,19 +217,15 @@ class GradAvgReducer:
         (last,) = synced
         if last and not any(self._models.values()):
             # Gradients would stay those of each rank, without a word, as with stock DDP.
-            raise RuntimeError(
-                "DDP would reduce nothing in this backward: it reduces in the first backward after a forward outside of"
-                " no_sync(). Have the window's last forward outside of it, too; and run one backward for each forward:"
-                " pass several losses as one, their sum."
-            )
+            raise RuntimeError(_NOTHING_REDUCED)
         return bool(last)
 
     def _begin_backward(self, windows: OpenWindows, loss: WeighedLoss, *, last: bool, divisor: float) -> None:
         """Weigh a loss at the root of its backward, and finish the gradients after it."""
         if windows.are_in_backward:
             raise RuntimeError(
-                "a backward runs two weighed losses, and each of them would end its window. Add the losses up, and weigh"
-                " their sum."
+                "a backward runs two weighed losses, and each of them would end its window. Add the losses up, and"
+                " weigh their sum."
             )
         window = windows.next(loss)
         window.add(loss, last=last, divisor=divisor)
@@ -237,8 +239,12 @@ class GradAvgReducer:
             reached = None if reaching is None else reaching.end()
             for model in models:
                 # One loss may reach only some of the models, as those of an actor and a critic.
-                if reached is None or any(parameter in reached for parameter in model.parameters()):
-                    self._models[model] = False
+                if reached is not None and reached.isdisjoint(model.parameters()):
+                    continue
+                if last and not self._models[model]:
+                    window.abandon()
+                    raise RuntimeError(_NOTHING_REDUCED)
+                self._models[model] = False
             if window.end_backward():
                 window.close()
 
