@@ -59,7 +59,7 @@ def factor_after(divisor: float, world_size: int, normalizer: float, lift: float
     Args:
         divisor: `N`, what the training loop divided every loss of the window by.
         world_size: `W`, the number of ranks that average.
-        normalizer: `Z`. If it is 0, no pair has any weight, and the factor is 0.
+        normalizer: `Z`. If it is 0, no pair has any weight, and the factor is 0; so may be the lift, only then.
         lift: What every loss carried beside its multiplier.
     """
     if normalizer == 0:

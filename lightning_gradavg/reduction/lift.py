@@ -50,11 +50,11 @@ class WindowOptions:
     @property
     def exchanges(self) -> bool:
         """Whether ranks exchange totals in every window."""
-        # Where the user ends windows, those of the ranks may differ in length, and in what they train.
+        # Where the user ends windows, those of the ranks may differ in length; and problems must reach all ranks.
         return self.rule.uses_weight or self.judges or self.user_ends_windows
 
     @property
-    def knows_totals_before_backward(self) -> bool:
+    def may_wait_before_backward(self) -> bool:
         """Whether a window of one micro-batch exchanges its totals before the backward, on all ranks."""
         return not (self.user_ends_windows or self.in_pieces or self.has_float16)
 
@@ -82,7 +82,7 @@ class Lift:
         return self._power_of_two is not None or not self._options.rule.uses_weight
 
     def choose(self, normalizer: float) -> None:
-        """Choose it by the largest normalizer of a micro-batch of any rank. A collective operation.
+        """Choose it by the largest normalizer that the first micro-batch of any rank has. A collective operation.
 
         It is asked once in a run, also if no rank has any weight then: a rank that begins its first window anew, as
         after an exception, must not ask alone.

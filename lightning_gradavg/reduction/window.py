@@ -113,7 +113,7 @@ class _Contents:
 
     micro_batches: list[MicroBatch] = field(default_factory=list)
     shares: list[Share] = field(default_factory=list)  # of each micro-batch, in a window of one
-    missing: int = 0  # pairs that a mean does not count: ranks without the micro-batch, added up
+    missing: int = 0  # pairs of rank and micro-batch that do not exist; only a mean subtracts them
     parameters: Sequence[nn.Parameter] = ()
     trained: set[nn.Parameter] = field(default_factory=set)  # that require grad at the last micro-batch
     reached: set[Tensor] = field(default_factory=set)  # by the backwards so far, where the user ends windows
@@ -128,13 +128,16 @@ class Window:
     The calls for each micro-batch, in this order:
 
     1. `add` before the backward. If it is the last of the window, the ranks begin to exchange their totals.
-    2. `begin_backward` sets the factor of the loss. A window of one micro-batch waits for the totals here, where all
-       ranks know that it is one. The gradients from before the window are set aside, if there are any.
+    2. `begin_backward` sets the factor of the loss. Under a rule with weights, a window of one micro-batch waits for
+       the totals here, if all ranks know that it is one. The gradients from before the window are set aside
+       (`_keeps_apart` says when), unless the step has several pieces: then `Weighed` does it before the last one.
     3. The backward runs. DDP averages if it is the last of the window.
-    4. `end_backward` waits for the totals, if nobody has, and multiplies the gradients.
+    4. `end_backward`. If the window goes on, it only removes hooks. Else it waits for the totals, if nobody has, and
+       multiplies the gradients.
     5. `close` adds the gradients from before the window, and the window is empty.
 
-    After an exception, `abandon` discards the window with its gradients, and restores those from before it.
+    After an exception, `abandon` discards the window, and puts the gradients from before it in place of its own. Where
+    those were not set aside, the parameters keep the sum of both, and Lightning's loop, which ends, steps on neither.
 
         | state    | allows                                     |
         |----------|--------------------------------------------|
@@ -146,7 +149,8 @@ class Window:
         | any      | `abandon`                                  |
 
     A problem of a rank's micro-batch travels with the totals: all ranks raise one ValueError, before the backward where
-    they wait for the totals there, else after it.
+    they wait for the totals there, else after it. Where ranks exchange nothing, `add` raises it at once: such problems
+    are those of the program, which all ranks run.
     """
 
     def __init__(self, options: WindowOptions, model: ModelGradients, lift: Lift) -> None:
@@ -160,6 +164,7 @@ class Window:
         self._clear()
 
     def _clear(self) -> None:
+        # All but `_kept`: the gradients from before a step that is skipped come back in the next window.
         self.state = WindowState.EMPTY
         self._contents = _Contents()
         self._divisor = 1.0
@@ -178,7 +183,7 @@ class Window:
 
     @property
     def trained(self) -> set[nn.Parameter]:
-        """The parameters that the last micro-batch trains."""
+        """The parameters that require grad at the last micro-batch; its loss may reach fewer."""
         return self._contents.trained
 
     @property
@@ -188,7 +193,10 @@ class Window:
         return self._contents.totals
 
     def add(self, loss: WeighedLoss, *, last: bool, divisor: float = 1.0, missing: int = 0) -> None:
-        """Add a micro-batch before its backward. A collective operation for the last, and in the first window.
+        """Add a micro-batch before its backward.
+
+        A collective operation for the last one of a window, if the ranks exchange totals; for the first one of the run,
+        which chooses the lift; and for every one under tensor parallelism.
 
         Args:
             loss: The loss.
@@ -323,7 +331,7 @@ class Window:
     @property
     def _has_whole_factor(self) -> bool:
         """Whether the only loss of the window carries the whole factor, so that nothing is multiplied afterwards."""
-        if not self._options.rule.uses_weight or not self._options.knows_totals_before_backward:
+        if not self._options.rule.uses_weight or not self._options.may_wait_before_backward:
             return False
         return self._is_last and self.length == 1
 
@@ -507,8 +515,15 @@ class OpenWindows:
     """The windows of a run. Under a loop of the user's, every optimizer may have one, of parameters of its own.
 
     Two windows are open at once if a loop accumulates for one optimizer while it accumulates for another, as with
-    `toggle_model(sync_grad=False)`. The parameters that train tell which window a loss belongs to. If two windows
-    share some parameters, no factor is right for both, and all is given up with an error.
+    `toggle_model(sync_grad=False)`. The parameters that require grad say which window a loss belongs to:
+
+        | the loss trains                                   | it belongs to                                      |
+        |---------------------------------------------------|----------------------------------------------------|
+        | the same parameters as an open window             | that window                                        |
+        | parameters of no open window                      | a new window                                       |
+        | some of the parameters of an open window          | none: an error on all ranks                        |
+        | the same, of which its backward reaches none that | none: an error; nothing was frozen, so two         |
+        | the backwards before it have reached              | optimizers look like one                           |
     """
 
     def __init__(self, options: WindowOptions, model: ModelGradients) -> None:
