@@ -84,6 +84,7 @@ class Case:
         begins: The parameters that train at first.
         loss: What the loss of a tensor of samples is to the samples' losses.
         reads: What kind of loader yields the micro-batches of an automatic run.
+        collects: Whether every automatic step runs a collective of the user's own.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Case:
     begins: Sequence[str] = BOTH
     loss: Callable[[torch.Tensor], torch.Tensor] = torch.mean
     reads: str = "list"
+    collects: bool = False
 
     def said(self, way: str) -> str | None:
         """Return what the error says, or None if there is none."""

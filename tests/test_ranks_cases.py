@@ -120,6 +120,8 @@ class Automatic(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if isinstance(batch, Trains):
             self.net.train_only(batch.parameters)
+        if self.case.collects:
+            dist.all_reduce(torch.ones(()))
         (gradient, weight), self.loss = parts(self.case, batch), None
         if gradient is None:
             return None

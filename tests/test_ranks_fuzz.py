@@ -111,6 +111,24 @@ class Drawn:
         frozen_first = self.freezes and self.way in ("automatic", "manual") and chance(0.3)
         self.begins = FIRST if frozen_first else BOTH
         self.trains = [names for step in self.steps for names in self._drawn_parameters(draw, len(step))]
+        self._draw_tail(draw)
+
+    def _draw_tail(self, draw: random.Random) -> None:
+        """Draw a last batch that leaves ranks without samples, and whether steps run a collective of the user's own."""
+        whole = self.way == "split" and not {"num_replicas", "max_device_batch_size"} & self.options.keys()
+        self.has_tail = whole and self.size > 1 and draw.random() < 0.5
+        self.collects = whole and draw.random() < 0.5
+        if self.has_tail:
+            few = draw.randrange(1, self.size)
+            bounds = even_bounds(few, self.size)
+            self.samples[-1] = [
+                samples[: stop - start] for samples, (start, stop) in zip(self.samples[-1], bounds, strict=True)
+            ]
+
+    @property
+    def must_raise(self) -> bool:
+        """Whether a rank without samples runs a collective, which would count those of another rank."""
+        return self.has_tail and self.collects
 
     def _draw_interruptions(self, draw: random.Random) -> None:
         """Draw, before each step of a loop, what begins its window and is given up, and a window whose backward raises.
@@ -192,6 +210,7 @@ class Drawn:
             "a user's rule depends on the length of a window": self.reduction is root and max(self.lengths) > 1,
             "a parameter stops training within a window": self.stops
             and not (self.rule.name == "mean" and self.nonfinite == "propagate"),
+            "a rank without samples runs a collective": self.must_raise,
             "no batch at all": 0 in self.counts and (not self.stream or self.way == "manual"),
         }
         return any(reasons.values())
@@ -288,6 +307,7 @@ class Drawn:
             keeps=self.keeps,
             begins=self.begins,
             loss=self.loss,
+            collects=self.collects,
             reads="stream" if self.stream else "list",
         )
 
@@ -312,6 +332,8 @@ def outcome(drawn: Drawn) -> Grads | str:
 
 
 def judged(drawn: Drawn, first: Any, *others: Any) -> str | None:
+    if drawn.must_raise and not isinstance(first, str):
+        return f"a rank without samples ran a collective, with the result {first}"
     if isinstance(first, str):
         return None if drawn.may_raise else f"raised without reason: {first}"
     if any(repr(other) != repr(first) for other in others):
