@@ -156,11 +156,16 @@ class Sharded(MLP):
             return {"loss": torch.zeros(()), "weight": 0}
         if self.kind == "global mean":
             return global_mean(loss * len(y), len(y))
-        if self.kind == "no number":
-            return {"loss": loss, "weight": "three" if dist.get_rank() == 1 else len(y)}
         if self.kind in ("sum", "mean"):
             return loss / sum(COUNTS) if self.kind == "sum" else loss
-        return {"loss": loss, "weight": dist.get_rank() if self.kind == "peers" else weight_of(x)}
+        return {"loss": loss, "weight": self.weight(x)}
+
+    def weight(self, x: Tensor) -> Any:
+        if self.kind == "peers":
+            return dist.get_rank()
+        if self.kind == "no number" and dist.get_rank() == 1:
+            return "three"
+        return weight_of(x)
 
 
 def in_fabric(layout: Layout, window: int, register: bool = True) -> Seen:

@@ -453,8 +453,8 @@ RUNS |= {
         options=EPOCHS, tolerance=1e-3,
     ),
     "a loss of a window that was cut off": Run(
-        CutOffByNan, [[[1.0]] * 4] * 2, "the gradient of parameter 'w' is not finite on ranks 0, 1", {**WEIGHTED, "nonfinite": "raise"},
-        options={**EPOCHS, **WINDOW},
+        CutOffByNan, [[[1.0]] * 4] * 2, "the gradient of parameter 'w' is not finite on ranks 0, 1",
+        {**WEIGHTED, "nonfinite": "raise"}, options={**EPOCHS, **WINDOW},
     ),
     **{
         f"an MLP {variant}": as_one(partial(MLP, variant), shares(5), 2)  # the last window is of one
