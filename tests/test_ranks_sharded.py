@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from ranks import grid, make_trainer, on_ranks
 from torch import Tensor, nn
 from torch.distributed import device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 from toys import (
@@ -56,6 +56,12 @@ def fsdp(net: Any, mesh: Any) -> Any:
 def fsdp_gathered(net: Any, mesh: Any) -> Any:
     """All parameters in the root's group, which shows unsharded ones until its backward."""
     return fully_shard(net, mesh=mesh["data_parallel"], reshard_after_forward=False)
+
+
+def fsdp_mixed(net: Any, mesh: Any) -> Any:
+    """Gradients of a window add up in another dtype than that of a backward, and so in another place."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return fully_shard(net, mesh=mesh["data_parallel"], mp_policy=policy)
 
 
 def hsdp(net: Any, mesh: Any) -> Any:
@@ -290,10 +296,11 @@ class Raising(torch.autograd.Function):
         raise ValueError("out of memory")
 
 
+@pytest.mark.parametrize("shard", [fsdp, fsdp_mixed])
 @on_ranks()
-def test_an_exception_leaves_nothing_of_its_window():
+def test_an_exception_leaves_nothing_of_its_window(shard):
     """FSDP holds the gradients of a window apart until it reduces them; the loop goes on without those of this one."""
-    loop = OfFabric(OfFabricSharded(fsdp, **WEIGHTED, data_parallel_size=2, tensor_parallel_size=1))
+    loop = OfFabric(OfFabricSharded(shard, **WEIGHTED, data_parallel_size=2, tensor_parallel_size=1))
     model = loop.fabric.setup_module(nn.Sequential(nn.Linear(2, 1, bias=False)).double())
     optimizer: Any = loop.fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.0))
     rows = torch.ones(1, 2, dtype=torch.float64)
