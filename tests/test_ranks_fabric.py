@@ -139,6 +139,103 @@ def test_a_loss_may_reach_two_models(loop):
     assert (approx(103.6), approx(3.6)) == (first.gradient, second.gradient)
 
 
+@either_loop
+@on_ranks()
+def test_both_forwards_and_then_both_backwards(loop):
+    """As of an actor and a critic. Of samples 1 and 2 with weights 1 and 2, the mean is 5 / 3."""
+    (a_loop, first, one, _), second = begin(loop), One()
+    two = a_loop.set_up(second)
+    count = 1 + dist.get_rank()
+    losses = [model(factor * torch.tensor(float(count))) for model, factor in ((one, 1), (two, 10))]
+    for loss in losses:
+        a_loop.backward(loss, weight=count)
+    assert (approx(5 / 3), approx(50 / 3)) == (first.gradient, second.gradient)
+
+
+@KEEPS_GRAPH
+@either_loop
+@on_ranks()
+def test_a_second_backward_after_the_forward_of_another_model(loop):
+    """DDP reduces the first alone, and the forward of another model changes nothing in that."""
+    a_loop, module, model, x = begin(loop)
+    other = a_loop.set_up(One())
+    outputs = model(x)
+    a_loop.backward(outputs.mean(), weight=len(x), retain_graph=True)
+    other(x)
+    with pytest.raises(RuntimeError, match="DDP would reduce nothing in this backward"):
+        a_loop.backward((outputs * 1).mean(), weight=len(x))
+    assert approx(3.6) == module.gradient
+
+
+@either_loop
+@on_ranks()
+def test_a_model_that_is_registered_within_a_window(loop):
+    """The window would be lost. It goes on, and the model can be registered after it."""
+    a_loop, module, model, x = begin(loop)
+    with a_loop.no_sync(model, enabled=True):
+        a_loop.backward(model(x).mean(), weight=len(x))
+    with pytest.raises(RuntimeError, match="register is called within a window, which would be lost"):
+        a_loop.set_up(One())
+    a_loop.backward(model(3 * x).mean(), weight=len(x))
+    assert approx((3.6 + 3 * 3.6) / 2) == module.gradient
+    a_loop.set_up(One())
+
+
+@on_ranks()
+def test_parameters_that_ddp_does_not_know():
+    """Those unfrozen between DDP and `register`, which would keep the gradients of each rank."""
+    net, loop = nn.Sequential(One(), One()), OfTorch(**WEIGHTED)
+    net[1].requires_grad_(False)
+    model = DistributedDataParallel(net)
+    net[1].requires_grad_(True)
+    with pytest.raises(ValueError, match="2 parameters of the model require grad, but 1 did when Distributed"):
+        loop.reducer.register(model)
+
+
+@on_ranks()
+def test_gradients_that_are_only_looked_at():
+    """`torch.autograd.grad` leaves none in the model, so nothing bypasses the rule."""
+    loop, module, model, x = begin()
+    (found,) = torch.autograd.grad(model.module(x).sum(), list(module.parameters()))
+    loop.backward(model(x).mean(), weight=len(x))
+    assert (found.item(), module.gradient) == (x.sum().item(), approx(3.6))
+
+
+@on_ranks()
+def test_a_sum_of_two_weighed_losses():
+    loop, module, model, x = begin()
+    first, second = (loop.reducer.weigh(loss, weight=1) for loss in model(x)[:2])
+    with pytest.raises(RuntimeError, match="a backward runs two weighed losses"):
+        (first + second).backward()
+    loop.backward(model(x).mean(), weight=len(x))
+    assert approx(3.6) == module.gradient
+
+
+@on_ranks()
+def test_a_reduction_that_raises_once():
+    """The window is given up, with what DDP left in the model, and the next one counts nothing of it."""
+    module, loop, failures = One(), OfTorch(**WEIGHTED), ["lost connection"]
+
+    def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        def mean(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+            if failures:
+                raise ValueError(failures.pop())
+            return future.value()[0] / dist.get_world_size()
+
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(mean)
+
+    hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+    model, x = DistributedDataParallel(module), torch.tensor(OF_RANKS[dist.get_rank()])
+    model.register_comm_hook(None, hook)
+    loop.reducer.register(model)
+    module.w.grad = torch.tensor(100.0, dtype=torch.float64)
+    with pytest.raises((RuntimeError, ValueError), match="lost connection"):
+        loop.backward(model(x).mean(), weight=len(x))
+    assert module.gradient == 100
+    loop.backward(model(x).mean(), weight=len(x))
+    assert approx(103.6) == module.gradient
+
+
 def epochs() -> list[float | None]:
     """Body: train two shuffled epochs on split batches; return the gradients, and the weight at the end."""
     data: Any = torch.arange(1, 10, dtype=torch.float64)

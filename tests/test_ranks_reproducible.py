@@ -51,6 +51,13 @@ class Unfrozen(Model):
         return net
 
 
+class Stopped(Model):
+    """Its first layer stops training within every window of two."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[0].requires_grad_(batch_idx % 2 == 0)
+
+
 def bits(replicas: int = 4, **options: Any) -> dict[str, Any]:
     return {"reproducible": True, "num_replicas": replicas, **options}
 
@@ -104,6 +111,13 @@ def test_what_is_served(world, name):
     """Options and models of any kind leave the bits alone."""
     kind, strategy, options = SERVED[name]
     assert_same_bits(world, [[0, 0]], kind, bits(6, **strategy), **options)
+
+
+def test_a_parameter_that_stops_training_within_a_window(world):
+    """The sum of the window would leave its gradient out. Between two windows it may stop."""
+    for raised in world(2).run_expecting_errors(fit, Stopped, bits(), accumulate_grad_batches=2):
+        assert "a parameter stopped training within a window" in raised.message
+    assert_same_bits(world, [[0, 0]], Stopped, bits())
 
 
 def how_set() -> list[Any]:

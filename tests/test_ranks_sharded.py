@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
-from ranks import grid, make_trainer
+from ranks import grid, make_trainer, on_ranks
 from torch import Tensor, nn
 from torch.distributed import device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 from toys import (
@@ -27,6 +27,7 @@ from toys import (
     OfTrainer,
     Seen,
     alone,
+    approx,
     flat,
     loader,
     same_everywhere,
@@ -55,6 +56,12 @@ def fsdp(net: Any, mesh: Any) -> Any:
 def fsdp_gathered(net: Any, mesh: Any) -> Any:
     """All parameters in the root's group, which shows unsharded ones until its backward."""
     return fully_shard(net, mesh=mesh["data_parallel"], reshard_after_forward=False)
+
+
+def fsdp_mixed(net: Any, mesh: Any) -> Any:
+    """Gradients of a window add up in another dtype than that of a backward, and so in another place."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return fully_shard(net, mesh=mesh["data_parallel"], mp_policy=policy)
 
 
 def hsdp(net: Any, mesh: Any) -> Any:
@@ -157,7 +164,14 @@ class Sharded(MLP):
             return global_mean(loss * len(y), len(y))
         if self.kind in ("sum", "mean"):
             return loss / sum(COUNTS) if self.kind == "sum" else loss
-        return {"loss": loss, "weight": dist.get_rank() if self.kind == "peers" else weight_of(x)}
+        return {"loss": loss, "weight": self.weight(x)}
+
+    def weight(self, x: Tensor) -> Any:
+        if self.kind == "peers":
+            return dist.get_rank()
+        if self.kind == "no number" and dist.get_rank() == 1:
+            return "three"
+        return weight_of(x)
 
 
 def in_fabric(layout: Layout, window: int, register: bool = True) -> Seen:
@@ -256,6 +270,7 @@ def test_a_checkpoint_of_four_ranks_resumes_on_two(world, tmp_path):
         (fsdp, "graphless", "a loss without a graph"),
         (fsdp, "plain backward", "reached the model by a backward that bypassed reduction='weighted_mean'"),
         (fsdp_tp, "peers", "tensor-parallel group weigh one batch differently, here by"),
+        (fsdp_tp, "no number", "rank 1: micro-batch 0 of the window: a weight is one number, got 'three'"),
         (fsdp, "fabric", "fabric.setup_optimizers"),
     ],
 )
@@ -267,3 +282,32 @@ def test_refused_on_all_ranks(world, shard, kind, text):
     options = {"accumulate_grad_batches": 2} if kind == "stale" else {}
     for raised in world(layout.ranks).run_expecting_errors(*call, **options):
         assert text in raised.message
+
+
+class Raising(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("out of memory")
+
+
+@pytest.mark.parametrize("shard", [fsdp, fsdp_mixed])
+@on_ranks()
+def test_an_exception_leaves_nothing_of_its_window(shard):
+    """FSDP holds the gradients of a window apart until it reduces them; the loop goes on without those of this one."""
+    loop = OfFabric(OfFabricSharded(shard, **WEIGHTED, data_parallel_size=2, tensor_parallel_size=1))
+    model = loop.fabric.setup_module(nn.Sequential(nn.Linear(2, 1, bias=False)).double())
+    optimizer: Any = loop.fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.0))
+    rows = torch.ones(1, 2, dtype=torch.float64)
+    with loop.no_sync(model, enabled=True):
+        loop.backward(model(100 * rows).mean(), weight=1)
+        with pytest.raises(ValueError, match="out of memory"):
+            loop.backward(Raising.apply(model(rows).mean()), weight=1)
+    optimizer.zero_grad()
+    loop.backward(model((1 + dist.get_rank()) * rows).mean(), weight=1)
+    assert [approx(1.5)] * 2 == flat(parameter.grad for parameter in model.parameters()).flatten().tolist()

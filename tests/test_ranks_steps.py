@@ -145,6 +145,31 @@ class Newton(Toy):
         return torch.optim.LBFGS(self.parameters(), max_iter=10)
 
 
+class LateHalf(Recorded):
+    """A parameter in float16 trains from the second epoch on; its gradient is 40000, and 65504 the largest number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = nn.Parameter(torch.ones(()))
+        self.late = nn.Parameter(torch.ones((), dtype=torch.float16), requires_grad=False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.late.requires_grad_(self.trainer.current_epoch == 1)
+        return {"loss": 0 * self.whole + (40000 * self.late).float(), "weight": batch.sum()}
+
+
+class CutOffByNan(Toy):
+    """Its first epoch ends within a window with a loss of NaN; later losses are finite, but their gradients are not."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if (self.trainer.current_epoch, batch_idx) == (0, 1) else None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if self.trainer.current_epoch == 0:
+            return self.w * torch.nan
+        return (self.w - 1).sqrt()
+
+
 class Iterates(Toy):
     def training_step(self, dataloader_iter: Iterator[Any]) -> Any:  # type: ignore[override]  # Lightning's other form
         return super().training_step(next(dataloader_iter)[0], 0)
@@ -419,6 +444,18 @@ RUNS: dict[str, Run] = {
 
 
 RUNS |= {
+    "L-BFGS in windows": Run(
+        Newton, [[[1.0, 2.0]] * 4, [[3.0, 5.0]] * 4],
+        r"evaluates its closure several times, as L-BFGS does, with reduction='weighted_mean'", options=WINDOW,
+    ),
+    "a float16 parameter that trains later": Run(
+        LateHalf, [[[4000.0]], [[1.0]]], [0.0, [0.0, 40000.0]], {**WEIGHTED, "find_unused_parameters": True},
+        options=EPOCHS, tolerance=1e-3,
+    ),
+    "a loss of a window that was cut off": Run(
+        CutOffByNan, [[[1.0]] * 4] * 2, "the gradient of parameter 'w' is not finite on ranks 0, 1",
+        {**WEIGHTED, "nonfinite": "raise"}, options={**EPOCHS, **WINDOW},
+    ),
     **{
         f"an MLP {variant}": as_one(partial(MLP, variant), shares(5), 2)  # the last window is of one
         for variant in ("checkpoint", "checkpoint_reentrant", "frozen")

@@ -5,6 +5,7 @@ The one thing that it adds is the factor of a short last window, in automatic op
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.weak import TensorWeakRef
 from toys import AWARE, Toy, approx, flat, loader
 
 from lightning_gradavg import GradAvgStrategy
@@ -264,6 +266,11 @@ def unused_on_rank_1(nets: Nets, batch: Tensor, index: int) -> Tensor:
     return loss_of(nets.first, batch) if dist.get_rank() == 1 else both(nets, batch)
 
 
+def alike(nets: Nets, batch: Tensor, index: int) -> Tensor:
+    """Train on one batch on all ranks: L-BFGS decides by the loss of its rank how often it evaluates its closure."""
+    return both(nets, torch.full_like(batch, 0.1 + 0.01 * index))
+
+
 def changing(of_backwards: Sequence[Sequence[bool]]) -> Step:
     """Return a step by hand whose backwards train the first network, the second one, or both."""
 
@@ -313,6 +320,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "windows by hand, kept gradients": Scenario(accumulating(3, keeps=True), True, 3),
     "kept gradients": Scenario(plain, keeps=True),
     "LBFGS": Scenario(plain, optimizers=newton),
+    "LBFGS in windows": Scenario(alike, False, 2, {}, ACCUMULATED[2], optimizers=newton),
     "a parameter unused on one rank": Scenario(unused_on_rank_1, options=UNUSED),
     **{f"windows of {window}": Scenario(plain, False, window, {}, of) for window, of in ACCUMULATED.items()},
     **{
@@ -483,6 +491,71 @@ def test_a_short_window_by_hand(module, expected, sized, options):
     )
     trainer.fit(toy, DataLoader(Stream(batches), batch_size=None) if not sized else loader(batches))
     assert [approx(number) for number in expected] == [gradient.item() for gradient in toy.seen.gradients]
+
+
+class CutOff(Kept):
+    """Its first epoch ends within a window, whose gradient is not reduced before the next epoch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if (self.trainer.current_epoch, batch_idx) == (0, 1) else None
+
+
+@pytest.mark.parametrize("sized", [True, False])
+@on_ranks()
+def test_a_window_that_is_cut_off(sized):
+    """Gradients that are kept over the epochs are reduced with those of the next window, on all ranks alike."""
+    rank, found = dist.get_rank(), []
+    batches = [torch.tensor([number], dtype=torch.float64) for number in (10 + 10 * rank, 1 + rank, 1, 1)]
+    for of in (DDPStrategy, GradAvgStrategy):
+        toy = CutOff(lr=0.0)
+        trainer = make_trainer(of(), max_epochs=2, use_distributed_sampler=False, accumulate_grad_batches=2)
+        trainer.fit(toy, loader(batches) if sized else DataLoader(Stream(batches), batch_size=None))
+        found.append([gradient.item() for gradient in toy.seen.gradients])
+    mean_of_window = (1.5 * 10 + (10 + 1 + 20 + 2) / 2) / 2
+    assert approx(mean_of_window) == found[0][0]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("module", "expected"), [(Toy, [1.5, 3.5, 6.0]), (Kept, [1.5, 1.5 + 3.5, 1.5 + 3.5 + 6.0])])
+@on_ranks()
+def test_ranks_that_have_fewer_batches_by_hand(module, expected):
+    """The means are those of 1 and 2, of 3 and 4, and 6: what was there before is not multiplied."""
+    toy, batches = module(lr=0.0), [[[1.0], [3.0]], [[2.0], [4.0], [6.0]]][dist.get_rank()]
+    trainer = make_trainer(GradAvgStrategy(), max_epochs=1, use_distributed_sampler=False)
+    trainer.fit(toy, loader(batches))
+    assert [approx(number) for number in expected] == [gradient.item() for gradient in toy.seen.gradients]
+
+
+class Watched(Toy):
+    """Notes whether the last training batch is alive in the validation that follows."""
+
+    last: TensorWeakRef
+    is_alive: bool
+
+    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        copy = batch.clone()
+        if self.trainer.training:
+            self.last = TensorWeakRef(copy)
+        return copy
+
+    def on_validation_start(self) -> None:
+        gc.collect()
+        self.is_alive = self.last() is not None
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
+@on_ranks()
+def test_a_batch_is_freed_when_stock_frees_it(reduction):
+    found = []
+    for strategy in (DDPStrategy(), GradAvgStrategy(reduction=reduction)):
+        toy = Watched(lr=0.0)
+        trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False, num_sanity_val_steps=0)
+        trainer.fit(toy, loader([[1.0], [2.0]]), loader([[1.0]]))
+        found.append(toy.is_alive)
+    assert [False, False] == found
 
 
 def backward_twice(nets: Nets, batch: Tensor, index: int) -> None:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import gc
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World
+from lightning_gradavg.reduction import lift
 from lightning_gradavg.reduction.gradients import ReplicatedGradients
 from lightning_gradavg.reduction.lift import WindowOptions
 from lightning_gradavg.reduction.loss import MicroBatch, WeighedLoss
 from lightning_gradavg.reduction.window import OpenWindows, Window, WindowState
-from lightning_gradavg.rules import RULES
+from lightning_gradavg.rules import RULES, Rule, Share, resolve_rule
 
 
 class Loop:
-    """A user's own loop with two parameters, under the mean weighted by weights."""
+    """A user's own loop with two parameters, under the mean weighted by weights, or another rule."""
 
-    def __init__(self, **options: bool) -> None:
+    def __init__(self, rule: Rule = RULES["weighted_mean"], **options: bool) -> None:
         self.first, self.second = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
-        given = WindowOptions(
-            RULES["weighted_mean"], (Place(),), World(), torch.device("cpu"), **{"user_ends_windows": True, **options}
-        )
+        given = WindowOptions(rule, (Place(),), World(), torch.device("cpu"), **{"user_ends_windows": True, **options})
         self.windows = OpenWindows(given, ReplicatedGradients([self.first, self.second]))
 
     def train(self, *, first: bool, second: bool) -> None:
@@ -33,7 +36,9 @@ class Loop:
         return WeighedLoss(gradient * self.first + gradient * self.second, MicroBatch(weight, explicit=True))
 
     def backward(self, gradient: float, weight: float, *, last: bool) -> Window:
-        loss = self.loss(gradient, weight)
+        return self.backward_of(self.loss(gradient, weight), last=last)
+
+    def backward_of(self, loss: WeighedLoss, *, last: bool) -> Window:
         window = self.windows.next(loss)
         window.add(loss, last=last)
         window.begin_backward(loss)
@@ -177,3 +182,82 @@ def test_a_loss_whose_backward_never_begins_counts_nothing():
         loop.windows.next(loss).add(loss, last=True)
     loop.backward(6.0, 3, last=True)
     assert (6.0, 6.0) == loop.gradients
+
+
+@pytest.mark.parametrize("runs", [True, False], ids=["after a backward", "without one"])
+@pytest.mark.parametrize("on_backward", [None, lambda _: None], ids=["factor set before", "factor set in the backward"])
+def test_no_step_keeps_its_loss(on_backward, runs):
+    """Nor what the loss was computed from: a graph that holds its own hook is a circle that is never collected."""
+    parameter = nn.Parameter(torch.ones(()))
+    activation = parameter * 2
+    alive = TensorWeakRef(activation)
+    loss = WeighedLoss(activation**2, MicroBatch(1), on_backward=on_backward)
+    if runs:
+        loss.value.backward(retain_graph=True)
+    del activation, loss
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_share_of_0_stops_nan():
+    """A rule of your own may give it to a weight that is not 0."""
+    loop = Loop(resolve_rule(lambda _, weight: Share(weight, weight) if weight > 2 else Share(0.0, 0.0)))
+    loop.backward(float("nan"), 1, last=False)
+    loop.backward(5.0, 4, last=True)
+    assert (5.0, 5.0) == loop.gradients
+
+
+def test_losses_that_reach_no_parameter_in_common_are_refused():
+    """As of two optimizers in turns, none of which freezes the parameters of the other."""
+    loop = Loop()
+    loop.first.grad = torch.tensor(100.0)
+    loop.backward_of(WeighedLoss(2 * loop.first, MicroBatch(1, explicit=True)), last=False)
+    with pytest.raises(
+        RuntimeError,
+        match="two windows are open at once: two losses of one window reach no parameter in common",
+    ):
+        loop.backward_of(WeighedLoss(3 * loop.second, MicroBatch(1, explicit=True)), last=False)
+    assert (100.0, None) == loop.gradients
+
+
+def test_losses_that_reach_some_parameters_in_common_are_served():
+    loop = Loop()
+    loop.backward_of(WeighedLoss(2 * loop.first, MicroBatch(1, explicit=True)), last=False)
+    loop.backward(6.0, 3, last=True)
+    assert ((2 + 18) / 4, 18 / 4) == loop.gradients
+
+
+def test_the_record_of_a_window_without_any_weight():
+    loop = Loop(user_ends_windows=False)
+    loss = loop.loss(2.0, 0)
+    window = loop.windows.next(loss)
+    window.add(loss, last=True)
+    window.begin_backward(loss)
+    loss.value.backward()
+    assert window.end_backward()
+    assert window.record() == ([loss.micro_batch], [Share(0.0, 0.0)], 0.0)
+    window.close()
+    assert (0.0, 0.0) == loop.gradients
+
+
+@pytest.mark.parametrize("rule", ["mean", "sum", "weighted_mean"])
+def test_a_window_that_is_cut_off_leaves_the_gradients_from_before(rule):
+    """As at the end of an epoch of Lightning, with gradients that the user does not zero."""
+    loop = Loop(RULES[rule], user_ends_windows=False)
+    loop.first.grad = torch.tensor(100.0)
+    loop.backward(2.0, 1, last=False)
+    loop.backward(6.0, 1, last=False)
+    loop.windows.abandon()
+    assert (100.0, None) == loop.gradients
+
+
+def test_ranks_choose_a_lift_once():
+    """Also if nobody had a weight then: a rank that begins its window anew would ask alone, and wait."""
+    loop = Loop()
+    with mock.patch.object(lift, "Tally", wraps=lift.Tally) as tally:
+        loop.backward(2.0, 0, last=False)
+        loop.first.grad = loop.second.grad = None
+        loop.backward(6.0, 3, last=True)
+        loop.backward(4.0, 7, last=True)
+    assert 1 == tally.call_count
+    assert (6.0 + 4.0, 6.0 + 4.0) == loop.gradients
