@@ -448,3 +448,16 @@ def read_alike() -> None:
 def test_a_stream_that_all_ranks_read_alike_is_warned_of(world):
     with pytest.raises(RankError, match="all ranks read the same batches of DataLoader over Stream: every"):
         world(2).run(read_alike)
+
+
+class NeverTrained(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise AssertionError("a training step ran")
+
+
+@on_ranks()
+def test_a_static_graph_in_windows_is_refused_before_training():
+    strategy = GradAvgStrategy(reduction="weighted_mean", static_graph=True)
+    trainer = make_trainer(strategy, max_epochs=1, accumulate_grad_batches=2, **AS_THEY_ARE)
+    with pytest.raises(ValueError, match="static_graph=True with reduction='weighted_mean' in windows of several"):
+        trainer.fit(NeverTrained(), loader([[1.0], [2.0]]))
