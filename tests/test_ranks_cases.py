@@ -451,8 +451,8 @@ def test_a_stream_that_all_ranks_read_alike_is_warned_of(world):
 
 
 class NeverTrained(Toy):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        raise AssertionError("a training step ran")
+    def on_train_start(self) -> None:
+        raise AssertionError("training has begun")
 
 
 @on_ranks()
