@@ -17,7 +17,7 @@ from inspect import signature
 from itertools import count, product
 from multiprocessing import get_context
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import faults
@@ -32,6 +32,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from noted import Act, Order, done, draws, fit, journal, together
 from orders import ORDERS, WHOLE
 from ranks import RankError, grid
+from torch.utils.data import DataLoader
+
+from lightning_gradavg.batches.chunks import Split
+from lightning_gradavg.batches.progress import NumberedLoader
+from lightning_gradavg.ranks import World
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),
@@ -390,3 +395,16 @@ def test_a_rank_that_ends_alone_saves_nothing(tmp_path, act, rank, named, keep, 
     assert all(torch.load(path, weights_only=True)["global_step"] == 2 for path in tmp_path.iterdir())
     assert f"rank {rank} ended with {named}" in ended[1 - rank].said
     assert "ended with" not in ended[rank].said
+
+
+def test_a_resumed_loader_that_saves_at_once_saves_what_it_has_loaded():
+    """A pass notes what it draws from in a copy; in a checkpoint, the end of an epoch would be the begin of one."""
+    progress: Any = SimpleNamespace(go_on=lambda random: None)
+    loader = NumberedLoader(DataLoader([1, 2]), Split(), World(), progress)
+    loaded: Any = {"snapshots": {}, "samplers": [], "now": {"random": None}, "batches": 0, "digest": ""}
+    loader.load_state_dict(loaded)
+    assert loader.start is not None
+    snapshots: Any = loader.start["snapshots"]
+    snapshots["begin"] = "what a pass drew from"
+    assert loader.state_dict() is loaded
+    assert {} == loaded["snapshots"]
