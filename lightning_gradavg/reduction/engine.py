@@ -156,12 +156,15 @@ class Stock(Engine):
 
     def _set_aside(self) -> None:
         """Set aside gradients from before the window if it may be multiplied: a full one leaves them as they are."""
+        facts = self._facts
+        if facts.divisor is None or (facts.divisor == 1 and not facts.may_end_early):
+            return  # nothing can be multiplied, so a step does not walk over the parameters
         # Lightning has zeroed them, unless the user overrides `optimizer_zero_grad`. Setting them aside would change
         # the last bits of a full window, as stock adds before it averages (`test_ranks_stock.py`: kept gradients in
         # windows).
         has_gradients = any(parameter.grad is not None for parameter in self._model.parameters())
         # Gradients of a window that was cut off are not reduced yet, and must not be set aside.
-        sets_aside = has_gradients and self._facts.may_end_early and not self._was_cut
+        sets_aside = has_gradients and facts.may_end_early and not self._was_cut
         self._kept_in_place = has_gradients and not sets_aside
         if sets_aside:
             self._kept = KeptGradients(self._model.parameters())

@@ -123,7 +123,7 @@ class GradAvgReducer:
             world=world,
             device=next(model.parameters()).device,
             user_ends_windows=True,
-            has_float16=any(one.dtype == torch.float16 for one in parameters),
+            has_float16=any(parameter.dtype == torch.float16 for parameter in parameters),
         )
         self.watch(model, options, ReplicatedGradients(list(parameters), frozen=self._frozen, group=world.group))
 

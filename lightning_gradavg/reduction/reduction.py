@@ -157,7 +157,7 @@ class Reduction(Part):
             device=run.device,
             user_ends_windows=self.is_manual,
             in_pieces=self._steps_in_pieces,
-            has_float16=any(one.dtype == torch.float16 for one in self._parameters),
+            has_float16=any(parameter.dtype == torch.float16 for parameter in self._parameters),
             judges=self.judges,
         )
         return Weighed(OpenWindows(options, model), PieceGradients(self._parameters))
