@@ -3,10 +3,10 @@
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_gradavg._support.place import Place
 from lightning_gradavg.batches.loader import split_batches
 from lightning_gradavg.fabric import GradAvgStrategy as _FabricStrategy
 from lightning_gradavg.monitor import GradAvgMonitor
-from lightning_gradavg.place import Place
 from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.reduction.gather import gather
 from lightning_gradavg.reduction.global_mean import global_mean

@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_gradavg._lightning.internals import SyncControl
+from lightning_gradavg._lightning.launch import Registered
+from lightning_gradavg._lightning.options import refuse_unserved
+from lightning_gradavg._support.means import averages_integers, mean_of_integers
 from lightning_gradavg.batches.loader import SplitLoader, split_batches
-from lightning_gradavg.launch import Registered
-from lightning_gradavg.lightning_internals import SyncControl
-from lightning_gradavg.means import averages_integers, mean_of_integers
-from lightning_gradavg.options import refuse_unserved
 from lightning_gradavg.reduction.reducer import GradAvgReducer
 from lightning_gradavg.reduction.sharded import ShardedGradients, sharded_options, sharded_rule
 from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule, rule_of_split_batches

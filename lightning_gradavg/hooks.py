@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 
-from lightning_gradavg.device import beside
-from lightning_gradavg.lightning_internals import timeout_of
-from lightning_gradavg.ranks import World
+from lightning_gradavg._lightning.internals import timeout_of
+from lightning_gradavg._support.collectives import World
+from lightning_gradavg._support.device import beside
 
 __all__ = ["bfloat16", "by_node", "by_node_bfloat16", "float32_sum"]
 

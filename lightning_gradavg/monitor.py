@@ -11,9 +11,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
-from lightning_gradavg.arguments import as_count_or_none
+from lightning_gradavg._lightning.internals import TrainingLoop
+from lightning_gradavg._support.arguments import as_count_or_none
 from lightning_gradavg.faults.drift import SameData
-from lightning_gradavg.lightning_internals import TrainingLoop
 from lightning_gradavg.report.report import StepReport
 from lightning_gradavg.strategy import GradAvgStrategy
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lightning_gradavg.arguments import as_count
+from lightning_gradavg._support.arguments import as_count
 from lightning_gradavg.batches.chunks import even_bounds
 from lightning_gradavg.rates.scaling import SCALINGS, Scaling, as_positive, scale_limit, scaled_steps
 

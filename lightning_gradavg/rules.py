@@ -19,8 +19,8 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
-from lightning_gradavg.arguments import did_you_mean
-from lightning_gradavg.place import Place, node_from_environment
+from lightning_gradavg._support.arguments import did_you_mean
+from lightning_gradavg._support.place import Place, node_from_environment
 
 __all__ = [
     "RULES",

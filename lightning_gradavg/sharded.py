@@ -12,9 +12,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_gradavg._support.means import averages_integers, mean_of_integers
+from lightning_gradavg._training import WeighedTraining
 from lightning_gradavg.batches.part import Batches
 from lightning_gradavg.faults.part import Faults
-from lightning_gradavg.means import averages_integers, mean_of_integers
+from lightning_gradavg.faults.termination import Termination
 from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.engine import Engine, Stock, Weighed
 from lightning_gradavg.reduction.guard import BypassGuard
@@ -23,8 +25,6 @@ from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.reduction.sharded import ShardedGradients, sharded_options, sharded_rule
 from lightning_gradavg.reduction.window import OpenWindows
 from lightning_gradavg.rules import RULES
-from lightning_gradavg.termination import Termination
-from lightning_gradavg.training import WeighedTraining
 
 __all__ = ["GradAvgModelParallelStrategy"]
 

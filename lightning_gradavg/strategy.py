@@ -27,18 +27,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_gradavg.arguments import by_keyword
+from lightning_gradavg._lightning.launch import plain, require_launch
+from lightning_gradavg._lightning.loaders import loader_batch_size
+from lightning_gradavg._lightning.options import Options, StrategyFacts, options_of_ddp
+from lightning_gradavg._lightning.part import Part, Run, Saved
+from lightning_gradavg._lightning.user_collectives import is_answered_for, ours, refusal, refused_in_training_step
+from lightning_gradavg._support.arguments import by_keyword
+from lightning_gradavg._support.collectives import World
+from lightning_gradavg._support.fingerprint import combined, state_digests
+from lightning_gradavg._support.means import averages, averages_integers, mean_of_integers
+from lightning_gradavg._support.random_state import random_state, restore_random_state
+from lightning_gradavg._training import WeighedTraining
 from lightning_gradavg.batches.part import Batches, SplitBatches
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
 from lightning_gradavg.faults.part import Faults
-from lightning_gradavg.fingerprint import combined, state_digests
-from lightning_gradavg.launch import plain, require_launch
-from lightning_gradavg.loaders import loader_batch_size
-from lightning_gradavg.means import averages, averages_integers, mean_of_integers
-from lightning_gradavg.options import Options, StrategyFacts, options_of_ddp
-from lightning_gradavg.part import Part, Run, Saved
-from lightning_gradavg.random_state import random_state, restore_random_state
-from lightning_gradavg.ranks import World
+from lightning_gradavg.faults.termination import Termination
 from lightning_gradavg.rates.part import Rates
 from lightning_gradavg.rates.scaling import ScaleFunction
 from lightning_gradavg.reduction.comm_hook import CommHook
@@ -50,9 +53,6 @@ from lightning_gradavg.report.report import StepReport
 from lightning_gradavg.reproducible.engine import Tree
 from lightning_gradavg.reproducible.part import FixedArithmetic
 from lightning_gradavg.rules import RULES, RuleFunction
-from lightning_gradavg.termination import Termination
-from lightning_gradavg.training import WeighedTraining
-from lightning_gradavg.user_collectives import is_answered_for, ours, refusal, refused_in_training_step
 
 __all__ = ["GradAvgStrategy"]
 

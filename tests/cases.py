@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.place import Place
+from lightning_gradavg._support.place import Place
 from lightning_gradavg.rules import RULES, Share, resolve_rule
 
 NAN, INF = math.nan, math.inf

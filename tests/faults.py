@@ -28,7 +28,7 @@ from torchmetrics import SumMetric
 from toys import One, Toy, loader
 
 from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy
-from lightning_gradavg.lightning_internals import store_of_world
+from lightning_gradavg._lightning.internals import store_of_world
 
 __all__ = ["FAULTS", "Fault", "Injected", "fail", "interrupt", "kill", "run_ranks", "terminate", "train"]
 

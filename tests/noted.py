@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader
 
 from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.fingerprint import state_digests
+from lightning_gradavg._support.fingerprint import state_digests
 
 __all__ = ["KINDS", "Act", "Noted", "Order", "done", "draws", "fit", "journal", "together"]
 

@@ -47,7 +47,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from torch.distributed import device_mesh
 
-from lightning_gradavg.lightning_internals import store_of_world
+from lightning_gradavg._lightning.internals import store_of_world
 
 # Each Trainer reads the metadata of every installed package in search of callbacks, as long as a short training takes.
 vars(registry)["entry_points"] = functools.cache(registry.entry_points)

@@ -21,9 +21,9 @@ from ranks import grid
 from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from lightning_gradavg._support.collectives import World
 from lightning_gradavg.batches.chunks import Chunk, Collated, Split, chunk_bounds, cut_pieces, even_bounds
 from lightning_gradavg.batches.loader import SplitLoader
-from lightning_gradavg.ranks import World
 
 # Python 3.12 and later, of the workers that are forked from a process with threads.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")

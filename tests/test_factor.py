@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toys import approx
 
-from lightning_gradavg.place import Place, places_on_nodes
+from lightning_gradavg._support.place import Place, places_on_nodes
 from lightning_gradavg.reduction.factor import factor_after, factor_before, inverse_power_of_two
 from lightning_gradavg.reduction.reference import combine
 from lightning_gradavg.reduction.totals import Totals, exact_sum

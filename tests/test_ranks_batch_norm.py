@@ -15,8 +15,8 @@ from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_gradavg.lightning_internals import BatchNorm
-from lightning_gradavg.ranks import World
+from lightning_gradavg._lightning.internals import BatchNorm
+from lightning_gradavg._support.collectives import World
 from lightning_gradavg.replicas.batch_norm import count_rows, synchronized_batch_norm
 
 CHANNELS = 3

@@ -27,7 +27,7 @@ from toys import Toy, approx, loader
 
 from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy
 from lightning_gradavg import fabric as of_fabric
-from lightning_gradavg.means import averages
+from lightning_gradavg._support.means import averages
 
 # Lightning's advice; several loggers and loops say it, and it is not what is tested.
 pytestmark = [

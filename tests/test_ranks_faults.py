@@ -23,9 +23,9 @@ from torch import Tensor
 from toys import Toy, loader
 
 from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg._support.collectives import World
 from lightning_gradavg.faults import last_words
 from lightning_gradavg.faults.drift import drifted
-from lightning_gradavg.ranks import World
 
 ONE_EPOCH: dict[str, Any] = {"max_epochs": 1, "use_distributed_sampler": False}
 

@@ -20,8 +20,8 @@ from torch.nn.functional import cross_entropy
 from toys import AWARE, Recorded, approx, flat, train
 
 from lightning_gradavg import average_gradients, gather, global_mean
+from lightning_gradavg._lightning.stand_in import uncounted
 from lightning_gradavg.rules import RULES
-from lightning_gradavg.stand_in import uncounted
 
 pytestmark = AWARE
 DTYPES = [

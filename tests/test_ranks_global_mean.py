@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from toys import AWARE, WEIGHTED, OfFabric, OfTorch, One, Recorded, Seen, approx, same_everywhere, train
 
 from lightning_gradavg import GradAvgStrategy, average_gradients, gather, global_mean
-from lightning_gradavg.stand_in import uncounted
+from lightning_gradavg._lightning.stand_in import uncounted
 
 pytestmark = AWARE
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from toys import Toy, loader
 
 from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.ranks import World
+from lightning_gradavg._support.collectives import World
 
 STEPS = 6
 

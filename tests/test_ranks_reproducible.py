@@ -20,7 +20,7 @@ from ranks import grid
 from torch import Tensor, nn
 
 from lightning_gradavg import GradAvgMonitor, monitor
-from lightning_gradavg.ranks import World
+from lightning_gradavg._support.collectives import World
 from lightning_gradavg.reproducible.sum import Span, TreeSum, add_up, subtrees
 
 T = TypeVar("T")

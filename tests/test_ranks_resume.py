@@ -34,9 +34,9 @@ from orders import ORDERS, WHOLE
 from ranks import RankError, grid
 from torch.utils.data import DataLoader
 
+from lightning_gradavg._support.collectives import World
 from lightning_gradavg.batches.chunks import Split
 from lightning_gradavg.batches.progress import NumberedLoader
-from lightning_gradavg.ranks import World
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from toys import Toy, loader
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, Share
-from lightning_gradavg.options import PRESETS
+from lightning_gradavg._lightning.options import PRESETS
 from lightning_gradavg.rules import RULES
 
 NAMES = "'mean', 'sum', 'weighted_mean', 'normalized_sum'"

@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg._support.collectives import World
+from lightning_gradavg._support.place import Place
 from lightning_gradavg.batches.chunks import Split
-from lightning_gradavg.place import Place
 from lightning_gradavg.plan import Recipe, make_plan
-from lightning_gradavg.ranks import World
 from lightning_gradavg.rates.part import Rates
 from lightning_gradavg.rates.scaling import (
     SCALINGS,

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gradavg.fingerprint import combined, state_digests
-from lightning_gradavg.random_state import random_state, restore_random_state
+from lightning_gradavg._support.fingerprint import combined, state_digests
+from lightning_gradavg._support.random_state import random_state, restore_random_state
 from lightning_gradavg.replicas.part import replica_stream
 
 CPU = torch.device("cpu")

@@ -16,8 +16,8 @@ from torch.nn.parallel._functions import Scatter
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import tree_flatten
 
+from lightning_gradavg._support.tree import batch_samples, data_digest, slice_batch
 from lightning_gradavg.batches.chunks import chunk_bounds
-from lightning_gradavg.tree import batch_samples, data_digest, slice_batch
 
 
 class Pair(NamedTuple):

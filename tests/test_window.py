@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
-from lightning_gradavg.place import Place
-from lightning_gradavg.ranks import World
+from lightning_gradavg._support.collectives import World
+from lightning_gradavg._support.place import Place
 from lightning_gradavg.reduction import lift
 from lightning_gradavg.reduction.gradients import ReplicatedGradients
 from lightning_gradavg.reduction.lift import WindowOptions

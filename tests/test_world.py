@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 from ranks import on_ranks
 
-from lightning_gradavg.place import Place, node_from_environment, places_on_nodes
-from lightning_gradavg.ranks import Agreed, Contribution, World, _end, _end_in_order
+from lightning_gradavg._support.collectives import Agreed, Contribution, World, _end, _end_in_order
+from lightning_gradavg._support.place import Place, node_from_environment, places_on_nodes
 
 
 def alike() -> Contribution:

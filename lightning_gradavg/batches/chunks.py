@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_gradavg.random_state import random_state, same_random_state
-from lightning_gradavg.tree import batch_samples, data_digest, leaves, slice_batch
+from lightning_gradavg._support.random_state import random_state, same_random_state
+from lightning_gradavg._support.tree import batch_samples, data_digest, leaves, slice_batch
 
 _STAND_IN_SAMPLES = 2  # F.batch_norm refuses to train on one value per channel
 

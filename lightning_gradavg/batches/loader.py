@@ -19,10 +19,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from lightning_gradavg.batches.chunks import Collated, PartCollator, Split, cut_out
-from lightning_gradavg.batches.order import Behind, LoaderState, Order, SharedIndices
-from lightning_gradavg.lightning_internals import cloned
-from lightning_gradavg.loaders import (
+from lightning_gradavg._lightning.internals import cloned
+from lightning_gradavg._lightning.loaders import (
     LoaderWrapper,
     distributed_sampler,
     is_sharded,
@@ -31,8 +29,10 @@ from lightning_gradavg.loaders import (
     loader_samplers,
     user_loader,
 )
-from lightning_gradavg.ranks import Contribution, World
-from lightning_gradavg.tree import batch_samples
+from lightning_gradavg._support.collectives import Contribution, World
+from lightning_gradavg._support.tree import batch_samples
+from lightning_gradavg.batches.chunks import Collated, PartCollator, Split, cut_out
+from lightning_gradavg.batches.order import Behind, LoaderState, Order, SharedIndices
 
 __all__ = ["Pass", "SplitLoader", "split_batches"]
 

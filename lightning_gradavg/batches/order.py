@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from lightning_gradavg._lightning.loaders import length_of, loader_parts, loader_samplers
+from lightning_gradavg._support.collectives import World
+from lightning_gradavg._support.random_state import RandomState, RandomStream, forked, random_state
+from lightning_gradavg._support.tree import data_digest
 from lightning_gradavg.batches.chunks import Chunk, Split
-from lightning_gradavg.loaders import length_of, loader_parts, loader_samplers
-from lightning_gradavg.random_state import RandomState, RandomStream, forked, random_state
-from lightning_gradavg.ranks import World
-from lightning_gradavg.tree import data_digest
 
 __all__ = ["Behind", "LoaderState", "Order", "Place", "SharedIndices", "Sources", "loader_state"]
 

@@ -11,13 +11,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
+from lightning_gradavg._lightning.internals import injects_samplers, set_injection_of_samplers
+from lightning_gradavg._lightning.options import Options
+from lightning_gradavg._lightning.part import Part, Run, Saved
+from lightning_gradavg._lightning.stand_in import stand_in
 from lightning_gradavg.batches.chunks import STAND_IN, Chunk, Split, cut_pieces
 from lightning_gradavg.batches.order import LoaderState, loader_state
 from lightning_gradavg.batches.progress import JoinedLoader, NumberedLoader, Progress, join
-from lightning_gradavg.lightning_internals import injects_samplers, set_injection_of_samplers
-from lightning_gradavg.options import Options
-from lightning_gradavg.part import Part, Run, Saved
-from lightning_gradavg.stand_in import stand_in
 
 __all__ = ["Batches", "ReplicaSlice", "SplitBatches"]
 

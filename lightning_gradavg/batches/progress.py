@@ -15,15 +15,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.data import IterableDataset
 
+from lightning_gradavg._lightning.internals import TrainingLoop
+from lightning_gradavg._lightning.loaders import LoaderWrapper, length_of, user_loader
+from lightning_gradavg._support.collectives import World
+from lightning_gradavg._support.device import Tally
+from lightning_gradavg._support.random_state import RandomState, random_state, restore_random_state
 from lightning_gradavg.batches.chunks import Split
 from lightning_gradavg.batches.loader import Pass, SplitLoader
 from lightning_gradavg.batches.order import Behind, LoaderState, Sources
-from lightning_gradavg.device import Tally
 from lightning_gradavg.faults.drift import SameData
-from lightning_gradavg.lightning_internals import TrainingLoop
-from lightning_gradavg.loaders import LoaderWrapper, length_of, user_loader
-from lightning_gradavg.random_state import RandomState, random_state, restore_random_state
-from lightning_gradavg.ranks import World
 
 __all__ = ["JoinedLoader", "NumberedLoader", "Progress", "join"]
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_gradavg.arguments import raise_first
+from lightning_gradavg._support.arguments import raise_first
 from lightning_gradavg.cli import OneLineParser
 from lightning_gradavg.cli.lightning import read_config, read_names
 from lightning_gradavg.verify.report import CAUSES, EXIT_CODES, explanation

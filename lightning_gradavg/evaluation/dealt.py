@@ -15,10 +15,10 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from lightning_gradavg.lightning_internals import cloned, within_notes
-from lightning_gradavg.loaders import LoaderWrapper, Shows
-from lightning_gradavg.ranks import World
-from lightning_gradavg.tree import data_digest
+from lightning_gradavg._lightning.internals import cloned, within_notes
+from lightning_gradavg._lightning.loaders import LoaderWrapper, Shows
+from lightning_gradavg._support.collectives import World
+from lightning_gradavg._support.tree import data_digest
 
 __all__ = ["EvaluationLoader", "require_each_once"]
 

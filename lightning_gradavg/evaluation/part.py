@@ -28,9 +28,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info
 from torchmetrics import Metric
 
-from lightning_gradavg.evaluation.dealt import EvaluationLoader, require_each_once
-from lightning_gradavg.faults.last_words import is_broken_exchange
-from lightning_gradavg.lightning_internals import (
+from lightning_gradavg._lightning.internals import (
     COMPUTED,
     REDUCTIONS,
     SYNC,
@@ -44,10 +42,12 @@ from lightning_gradavg.lightning_internals import (
     restore_evaluation_loops,
     set_injection_of_samplers,
 )
-from lightning_gradavg.loaders import distributed_sampler, is_sharded, length_of, user_loader
-from lightning_gradavg.methods import replaced
-from lightning_gradavg.part import Part, Run
-from lightning_gradavg.ranks import World, on_ranks
+from lightning_gradavg._lightning.loaders import distributed_sampler, is_sharded, length_of, user_loader
+from lightning_gradavg._lightning.methods import replaced
+from lightning_gradavg._lightning.part import Part, Run
+from lightning_gradavg._support.collectives import World, on_ranks
+from lightning_gradavg.evaluation.dealt import EvaluationLoader, require_each_once
+from lightning_gradavg.faults.last_words import is_broken_exchange
 
 __all__ = ["Evaluation", "ExactEvaluation", "gathers_lists"]
 

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_gradavg._lightning.methods import replaced
 from lightning_gradavg.faults.part import Faults
-from lightning_gradavg.methods import replaced
 
 __all__ = ["Collectives"]
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gradavg.ranks import World, on_ranks
-from lightning_gradavg.tree import data_digest
+from lightning_gradavg._support.collectives import World, on_ranks
+from lightning_gradavg._support.tree import data_digest
 
 __all__ = ["Drift", "SameData", "drifted", "require_replicas"]
 

@@ -12,8 +12,8 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from lightning_gradavg.lightning_internals import store_of_world
-from lightning_gradavg.ranks import World, on_ranks
+from lightning_gradavg._lightning.internals import store_of_world
+from lightning_gradavg._support.collectives import World, on_ranks
 
 __all__ = ["TOGETHER", "LastWords", "is_broken_exchange"]
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lightning_gradavg.arguments import as_count_or_none
+from lightning_gradavg._lightning.part import Part, Run
+from lightning_gradavg._support.arguments import as_count_or_none
+from lightning_gradavg._support.collectives import Contribution, World
 from lightning_gradavg.faults.drift import Drift, require_replicas
 from lightning_gradavg.faults.last_words import LastWords, is_broken_exchange
-from lightning_gradavg.part import Part, Run
-from lightning_gradavg.ranks import Contribution, World
 
 __all__ = ["Faults"]
 

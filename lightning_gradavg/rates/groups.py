@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_gradavg.lightning_internals import version_of
-from lightning_gradavg.methods import replaced
+from lightning_gradavg._lightning.internals import version_of
+from lightning_gradavg._lightning.methods import replaced
 from lightning_gradavg.rates.scaling import Scaling
 
 __all__ = ["ScaledGroups"]

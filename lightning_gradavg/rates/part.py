@@ -13,10 +13,10 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_gradavg.lightning_internals import finds_learning_rate
-from lightning_gradavg.methods import replaced
-from lightning_gradavg.options import Options
-from lightning_gradavg.part import Part, Saved
+from lightning_gradavg._lightning.internals import finds_learning_rate
+from lightning_gradavg._lightning.methods import replaced
+from lightning_gradavg._lightning.options import Options
+from lightning_gradavg._lightning.part import Part, Saved
 from lightning_gradavg.rates.groups import ScaledGroups
 from lightning_gradavg.rates.scaling import (
     BatchScale,

@@ -18,7 +18,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
-from lightning_gradavg.arguments import as_count, did_you_mean
+from lightning_gradavg._support.arguments import as_count, did_you_mean
 
 __all__ = [
     "SCALINGS",

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_gradavg.lightning_internals import buckets_of, copy_each, views_of
-from lightning_gradavg.ranks import Contribution, World
+from lightning_gradavg._lightning.internals import buckets_of, copy_each, views_of
+from lightning_gradavg._support.collectives import Contribution, World
 from lightning_gradavg.reduction.loss import as_weight
 from lightning_gradavg.reduction.reference import rank_factors
 from lightning_gradavg.rules import Rule, RuleFunction, is_number, resolve_rule

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 
+from lightning_gradavg._lightning.internals import backend_name
+from lightning_gradavg._lightning.part import Run
 from lightning_gradavg.hooks import float32_sum
-from lightning_gradavg.lightning_internals import backend_name
-from lightning_gradavg.part import Run
 from lightning_gradavg.rules import RULES, Rule
 
 __all__ = ["CommHook"]

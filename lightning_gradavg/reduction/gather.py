@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_gradavg.ranks import Contribution, World
+from lightning_gradavg._lightning.stand_in import STANDS_IN
+from lightning_gradavg._lightning.user_collectives import ours
+from lightning_gradavg._support.collectives import Contribution, World
+from lightning_gradavg._support.tree import leaves, mapped
 from lightning_gradavg.reduction.guard import without_discarded_nan
-from lightning_gradavg.stand_in import STANDS_IN
-from lightning_gradavg.tree import leaves, mapped
-from lightning_gradavg.user_collectives import ours
 
 __all__ = ["gather", "gather_refused", "require_gather_allowed"]
 

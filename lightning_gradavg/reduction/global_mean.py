@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gradavg.ranks import Contribution, World
+from lightning_gradavg._lightning.stand_in import STANDS_IN
+from lightning_gradavg._lightning.user_collectives import ours
+from lightning_gradavg._support.collectives import Contribution, World
+from lightning_gradavg._support.tree import leaves, mapped
 from lightning_gradavg.reduction.gather import require_gather_allowed
 from lightning_gradavg.rules import is_number
-from lightning_gradavg.stand_in import STANDS_IN
-from lightning_gradavg.tree import leaves, mapped
-from lightning_gradavg.user_collectives import ours
 
 __all__ = ["SCOPE", "global_mean"]
 

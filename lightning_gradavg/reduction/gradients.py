@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_gradavg.lightning_internals import scale_each, stored
+from lightning_gradavg._lightning.internals import scale_each, stored
 from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.reduction.loss import MicroBatch
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_gradavg.lightning_internals import stored
+from lightning_gradavg._lightning.internals import stored
 from lightning_gradavg.reduction.loss import MicroBatch
 
 __all__ = ["BypassGuard", "DiscardedGradients", "ReachedParameters", "without_discarded_nan"]

@@ -8,9 +8,9 @@ from functools import cached_property
 
 import torch
 
-from lightning_gradavg.device import Tally
-from lightning_gradavg.place import Place
-from lightning_gradavg.ranks import World
+from lightning_gradavg._support.collectives import World
+from lightning_gradavg._support.device import Tally
+from lightning_gradavg._support.place import Place
 from lightning_gradavg.reduction.factor import factor_before, inverse_power_of_two
 from lightning_gradavg.rules import Rule, depends_on_length, share_of
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_gradavg._support.tree import batch_samples, leaves
 from lightning_gradavg.rules import Rule
-from lightning_gradavg.tree import batch_samples, leaves
 
 __all__ = ["ALWAYS_OR_NEVER", "MicroBatch", "WeighedLoss", "Weights", "as_weight", "require_loss"]
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gradavg.lightning_internals import after_backward, parameters_known_to
-from lightning_gradavg.place import places_on_nodes
-from lightning_gradavg.ranks import Contribution, World
+from lightning_gradavg._lightning.internals import after_backward, parameters_known_to
+from lightning_gradavg._support.collectives import Contribution, World
+from lightning_gradavg._support.place import places_on_nodes
 from lightning_gradavg.reduction.average import needs_weight
 from lightning_gradavg.reduction.gradients import ModelGradients, ReplicatedGradients
 from lightning_gradavg.reduction.guard import BypassGuard, ReachedParameters

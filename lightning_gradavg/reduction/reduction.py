@@ -12,9 +12,9 @@ from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_gradavg.lightning_internals import flushes_static_graph, stored
-from lightning_gradavg.part import Part, Run
-from lightning_gradavg.ranks import by_value
+from lightning_gradavg._lightning.internals import flushes_static_graph, stored
+from lightning_gradavg._lightning.part import Part, Run
+from lightning_gradavg._support.collectives import by_value
 from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.engine import Engine, StepFacts, Stock, Weighed
 from lightning_gradavg.reduction.gradients import ReplicatedGradients

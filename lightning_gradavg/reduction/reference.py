@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_gradavg.place import places_on_nodes
+from lightning_gradavg._support.place import places_on_nodes
 from lightning_gradavg.rules import Rule, is_number, share_of
 
 __all__ = ["combine", "rank_factors"]

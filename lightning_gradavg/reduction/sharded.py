@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_gradavg.lightning_internals import averages_of, discard_unsharded_gradients, sharded_modules
-from lightning_gradavg.options import refuse_unserved
-from lightning_gradavg.place import Place, places_on_nodes
-from lightning_gradavg.ranks import World, digest
+from lightning_gradavg._lightning.internals import averages_of, discard_unsharded_gradients, sharded_modules
+from lightning_gradavg._lightning.options import refuse_unserved
+from lightning_gradavg._support.collectives import World, digest
+from lightning_gradavg._support.place import Place, places_on_nodes
 from lightning_gradavg.reduction.gradients import scale_gradients
 from lightning_gradavg.reduction.lift import WindowOptions
 from lightning_gradavg.reduction.loss import MicroBatch

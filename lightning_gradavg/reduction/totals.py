@@ -14,8 +14,8 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from lightning_gradavg.device import beside, on_device
-from lightning_gradavg.ranks import World
+from lightning_gradavg._support.collectives import World
+from lightning_gradavg._support.device import beside, on_device
 from lightning_gradavg.reduction.loss import ALWAYS_OR_NEVER, MicroBatch
 from lightning_gradavg.rules import Rule
 

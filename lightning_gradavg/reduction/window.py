@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from lightning_gradavg.lightning_internals import stored, version_of
+from lightning_gradavg._lightning.internals import stored, version_of
 from lightning_gradavg.reduction.factor import factor_after, factor_before
 from lightning_gradavg.reduction.gradients import ModelGradients
 from lightning_gradavg.reduction.guard import DiscardedGradients, ReachedParameters

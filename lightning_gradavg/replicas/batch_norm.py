@@ -26,11 +26,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_gradavg.lightning_internals import BatchNorm
-from lightning_gradavg.methods import replaced
-from lightning_gradavg.ranks import World
+from lightning_gradavg._lightning.internals import BatchNorm
+from lightning_gradavg._lightning.methods import replaced
+from lightning_gradavg._lightning.user_collectives import ours
+from lightning_gradavg._support.collectives import World
 from lightning_gradavg.reduction.guard import without_discarded_nan
-from lightning_gradavg.user_collectives import ours
 
 __all__ = ["count_rows", "synchronized_batch_norm"]
 

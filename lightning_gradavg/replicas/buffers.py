@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_gradavg.lightning_internals import broadcast_from_first, buffers_of, version_of
-from lightning_gradavg.ranks import World
+from lightning_gradavg._lightning.internals import broadcast_from_first, buffers_of, version_of
+from lightning_gradavg._support.collectives import World
 
 __all__ = ["SharedBuffers"]
 

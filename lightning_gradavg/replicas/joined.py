@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_gradavg._support.tree import leaves, mapped
 from lightning_gradavg.reduction.gather import gather
 from lightning_gradavg.reduction.zero_loss import zero_loss
-from lightning_gradavg.tree import leaves, mapped
 
 __all__ = ["gather_outputs", "join_steps"]
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_gradavg.device import on_device
-from lightning_gradavg.lightning_internals import store_of_world
-from lightning_gradavg.methods import logged_as
-from lightning_gradavg.ranks import World, digest, on_ranks
-from lightning_gradavg.stand_in import reduction_name
+from lightning_gradavg._lightning.internals import store_of_world
+from lightning_gradavg._lightning.methods import logged_as
+from lightning_gradavg._lightning.stand_in import reduction_name
+from lightning_gradavg._support.collectives import World, digest, on_ranks
+from lightning_gradavg._support.device import on_device
 
 __all__ = ["LogExchange", "ReplicaLog", "of_whole_run"]
 

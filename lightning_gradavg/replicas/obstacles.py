@@ -5,9 +5,9 @@ from __future__ import annotations
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_gradavg.lightning_internals import BatchNorm, syncs_batch_norm
-from lightning_gradavg.options import Options
-from lightning_gradavg.part import Run
+from lightning_gradavg._lightning.internals import BatchNorm, syncs_batch_norm
+from lightning_gradavg._lightning.options import Options
+from lightning_gradavg._lightning.part import Run
 
 __all__ = ["has_step_end", "remarks", "require_none"]
 

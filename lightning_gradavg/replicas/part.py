@@ -22,14 +22,16 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_gradavg._lightning.internals import leave_batch_norm_alone
+from lightning_gradavg._lightning.methods import logged_as, replaced
+from lightning_gradavg._lightning.options import Options
+from lightning_gradavg._lightning.part import Part, Run, Saved
+from lightning_gradavg._lightning.stand_in import metrics_kept, uncounted
+from lightning_gradavg._support.random_state import random_state, restore_random_state, seeded
+from lightning_gradavg._support.tree import mapped
 from lightning_gradavg.batches.chunks import Chunk
 from lightning_gradavg.batches.part import Batches, ReplicaSlice, SplitBatches
 from lightning_gradavg.evaluation.part import gathers_lists
-from lightning_gradavg.lightning_internals import leave_batch_norm_alone
-from lightning_gradavg.methods import logged_as, replaced
-from lightning_gradavg.options import Options
-from lightning_gradavg.part import Part, Run, Saved
-from lightning_gradavg.random_state import random_state, restore_random_state, seeded
 from lightning_gradavg.reduction.gather import gather_refused, require_gather_allowed
 from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.reduction.zero_loss import sparse_weights
@@ -38,8 +40,6 @@ from lightning_gradavg.replicas.buffers import SharedBuffers
 from lightning_gradavg.replicas.joined import gather_outputs, join_steps
 from lightning_gradavg.replicas.log import ReplicaLog, of_whole_run
 from lightning_gradavg.replicas.obstacles import has_step_end, remarks, require_none
-from lightning_gradavg.stand_in import metrics_kept, uncounted
-from lightning_gradavg.tree import mapped
 
 __all__ = ["OneForward", "Replicas", "Step", "replica_stream"]
 

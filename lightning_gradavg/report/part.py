@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gradavg.part import Part, Run
+from lightning_gradavg._lightning.part import Part, Run
+from lightning_gradavg._support.tree import batch_samples
 from lightning_gradavg.reduction.window import WindowRecord
 from lightning_gradavg.report.report import StepReport, measure_rank
 from lightning_gradavg.rules import Rule
-from lightning_gradavg.tree import batch_samples
 
 __all__ = ["Reports", "local_gradients", "squared_norm"]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from lightning_gradavg.part import Run
+from lightning_gradavg._lightning.part import Run
 from lightning_gradavg.reduction.engine import Engine, StepFacts
 from lightning_gradavg.reduction.factor import factor_after
 from lightning_gradavg.reduction.kept import take_gradients

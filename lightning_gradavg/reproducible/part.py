@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_gradavg.part import Part, Run
+from lightning_gradavg._lightning.part import Part, Run
 
 __all__ = ["FixedArithmetic"]
 

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gradavg.lightning_internals import copy_each, views_of
-from lightning_gradavg.ranks import World
+from lightning_gradavg._lightning.internals import copy_each, views_of
+from lightning_gradavg._support.collectives import World
 
 __all__ = ["Gradients", "Span", "TreeSum", "add_up", "subtrees"]
 

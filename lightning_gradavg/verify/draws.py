@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gradavg.lightning_internals import TorchDispatchMode, writes_in_place
-from lightning_gradavg.tree import leaves, mapped
+from lightning_gradavg._lightning.internals import TorchDispatchMode, writes_in_place
+from lightning_gradavg._support.tree import leaves, mapped
 
 __all__ = ["Draws"]
 

@@ -30,14 +30,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from lightning_gradavg.arguments import raise_first
+from lightning_gradavg._lightning.internals import BatchNorm, fetched_here
+from lightning_gradavg._lightning.loaders import user_loader
+from lightning_gradavg._lightning.options import StrategyFacts
+from lightning_gradavg._support.arguments import raise_first
+from lightning_gradavg._support.random_state import random_state, restore_random_state, same_random_state, seeded
+from lightning_gradavg._support.tree import batch_samples, bits
 from lightning_gradavg.batches.chunks import PartCollator
-from lightning_gradavg.lightning_internals import BatchNorm, fetched_here
-from lightning_gradavg.loaders import user_loader
-from lightning_gradavg.options import StrategyFacts
-from lightning_gradavg.random_state import random_state, restore_random_state, same_random_state, seeded
 from lightning_gradavg.rules import RULES, Rule
-from lightning_gradavg.tree import batch_samples, bits
 from lightning_gradavg.verify.draws import Draws
 
 __all__ = ["Id", "Read", "Recorder", "Refused", "Step", "Taken", "Tape", "Tensors", "loss_of", "sketch"]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from lightning_gradavg.tree import mapped
+from lightning_gradavg._support.tree import mapped
 
 __all__ = ["CAUSES", "EXIT_CODES", "STAGES", "Cause", "Difference", "Finding", "Report", "explanation"]
 

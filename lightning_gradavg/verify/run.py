@@ -44,8 +44,8 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_gradavg.arguments import nearest, raise_first
-from lightning_gradavg.lightning_internals import start_no_processes
+from lightning_gradavg._lightning.internals import start_no_processes
+from lightning_gradavg._support.arguments import nearest, raise_first
 from lightning_gradavg.verify.explain import judge
 from lightning_gradavg.verify.record import Recorder, Tape
 from lightning_gradavg.verify.report import CAUSES, Report

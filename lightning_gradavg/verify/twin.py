@@ -27,7 +27,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gradavg.loaders import LoaderWrapper
+from lightning_gradavg._lightning.loaders import LoaderWrapper
 from lightning_gradavg.verify.record import Recorder, Refused, Taken, Tape, Tensors, loss_of
 from lightning_gradavg.verify.report import Difference
 

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_gradavg.device import Tally
+from lightning_gradavg._lightning.internals import signal_hooks
+from lightning_gradavg._lightning.part import Part, Run
+from lightning_gradavg._support.device import Tally
 from lightning_gradavg.faults.last_words import TOGETHER
-from lightning_gradavg.lightning_internals import signal_hooks
-from lightning_gradavg.part import Part, Run
 
 __all__ = ["Termination"]
 

@@ -14,9 +14,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gradavg.lightning_internals import TrainingLoop
-from lightning_gradavg.place import Place
-from lightning_gradavg.ranks import World
+from lightning_gradavg._lightning.internals import TrainingLoop
+from lightning_gradavg._support.collectives import World
+from lightning_gradavg._support.place import Place
 
 __all__ = ["Part", "Run", "Saved"]
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_gradavg.place import Place, node_from_environment, places_on_nodes
+from lightning_gradavg._support.place import Place, node_from_environment, places_on_nodes
 
 __all__ = ["Agreed", "Contribution", "World", "by_value", "digest", "on_ranks", "ranks_by_value"]
 

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.parameter import is_lazy
 
-from lightning_gradavg.ranks import Contribution, World, by_value
+from lightning_gradavg._support.collectives import Contribution, World, by_value
 
 __all__ = ["Registered", "plain", "require_launch", "require_one_run"]
 

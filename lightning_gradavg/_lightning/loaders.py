@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler
 
-from lightning_gradavg.lightning_internals import iterator_of
+from lightning_gradavg._lightning.internals import iterator_of
 
 
 class Shows:

@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_gradavg.arrival import Arrival
+from lightning_gradavg._lightning.arrival import Arrival
+from lightning_gradavg._lightning.internals import LoaderSetUp
+from lightning_gradavg._lightning.launch import Registered, require_one_run
+from lightning_gradavg._lightning.part import Part, Run
+from lightning_gradavg._lightning.user_collectives import answer_for
+from lightning_gradavg._support.collectives import World
 from lightning_gradavg.batches.part import Batches
 from lightning_gradavg.faults.collectives import Collectives
-from lightning_gradavg.launch import Registered, require_one_run
-from lightning_gradavg.lightning_internals import LoaderSetUp
-from lightning_gradavg.part import Part, Run
-from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.reduction import Reduction
-from lightning_gradavg.user_collectives import answer_for
 
 __all__ = ["WeighedTraining"]
 

@@ -12,8 +12,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_gradavg.lightning_internals import put_back
-from lightning_gradavg.methods import logged_as
+from lightning_gradavg._lightning.internals import put_back
+from lightning_gradavg._lightning.methods import logged_as
 
 __all__ = ["NEUTRAL", "STANDS_IN", "metrics_kept", "reduction_name", "stand_in", "uncounted"]
 

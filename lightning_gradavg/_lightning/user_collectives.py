@@ -26,8 +26,8 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_gradavg.lightning_internals import TorchDispatchMode
-from lightning_gradavg.methods import replaced
+from lightning_gradavg._lightning.internals import TorchDispatchMode
+from lightning_gradavg._lightning.methods import replaced
 
 __all__ = ["answer_for", "is_answered_for", "ours", "refusal", "refused_in_training_step"]
 

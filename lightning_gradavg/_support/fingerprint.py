@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_gradavg.tree import bits, digest, leaves
+from lightning_gradavg._support.tree import bits, digest, leaves
 
 __all__ = ["combined", "state_digests"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gradavg.arguments import SET_BY_STRATEGIES, as_count_or_none, refuse_unknown
+from lightning_gradavg._support.arguments import SET_BY_STRATEGIES, as_count_or_none, refuse_unknown
 from lightning_gradavg.rules import Rule, resolve_rule, rule_of_split_batches
 
 __all__ = ["PRESETS", "Options", "StrategyFacts", "options_of_ddp", "refuse_unserved"]
