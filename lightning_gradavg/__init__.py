@@ -30,7 +30,7 @@ __all__ = [
     "verify",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 GradAvgStrategy.register_strategies(StrategyRegistry)
 StrategyRegistry.register("gradavg_model_parallel", GradAvgModelParallelStrategy, override=True)
