@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,23 @@ def test_the_names():
     registered = {name for name in StrategyRegistry if "gradavg" in name}
     assert {*words(of_loops), *words(of_trainer)} == registered
     assert words(of_loops) == sorted(name for name in STRATEGY_REGISTRY if name.startswith("gradavg"))
+
+
+def test_one_path_for_each_name():
+    """Pages and examples import what the package exports from the package, and other names from one module each."""
+    root = Path(__file__).parent.parent
+    paths: dict[str, set[str]] = {}
+    for page in [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("examples/**/*.py")]:
+        for module, names in re.findall(r"from (lightning_gradavg[\w.]*) import ([\w, ]+)", page.read_text("utf-8")):
+            for name in names.replace(" ", "").split(","):
+                paths.setdefault(name, set()).add(module)
+    of_fabric = {"GradAvgStrategy", "GradAvgModelParallelStrategy"}  # classes of the same names for another loop
+    for name, modules in paths.items():
+        if name in of_fabric:
+            modules.discard("lightning_gradavg.fabric")
+        expected = {"lightning_gradavg"} if name in package.__all__ else modules
+        assert expected == modules, name
+        assert len(modules) <= 1, name
 
 
 def test_the_names_of_a_strategy():
