@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -120,6 +120,7 @@ class Split:
 
 @lru_cache(maxsize=256)  # batches have few sizes, and each is asked for its chunk once per step
 def _cut(split: Split, size: int) -> Chunk:
+    # All ranks cut every batch, so all raise here. `batch_samples` counts 0 in silence.
     if size < 1:
         raise ValueError("a loader batch has no samples: leave out empty batches")
     if split.replicas is None:
@@ -155,7 +156,7 @@ def _pieces(replica: int, start: int, stop: int, limit: int, world_size: int) ->
         yield Piece(replica + index * world_size, first, last)
 
 
-class CollatedPieces(list[Any]):
+class CollatedPieces(list[object]):
     """The pieces of a rank's chunk, each collated on its own, because what holds all of them cannot be cut."""
 
 
@@ -164,7 +165,7 @@ class Collated(NamedTuple):
 
     rows: int  # number of samples of the loader batch
     digest: bytes  # of what all ranks have of it: they compare it
-    part: Any  # this rank's samples, in the user's own type
+    part: object  # this rank's samples, in the user's own type
 
 
 def cut_out(batch: object, rows: int, split: Split) -> Collated:
@@ -183,10 +184,11 @@ class PartCollator:
     | `whole` | all samples, of which the rank's part is cut out | each of the rank's pieces; an error if it draws |
     """
 
-    collate: Callable[[list[Any]], Any]
+    # A class, not a closure: workers that are spawned get it pickled.
+    collate: Callable[[list[object]], object]
     split: Split
 
-    def __call__(self, samples: list[Any]) -> Collated:
+    def __call__(self, samples: list[object]) -> Collated:
         """Return this rank's part of the batch of these samples."""
         chunk = self.split.cut(len(samples))
         if self.split.whole:
@@ -210,13 +212,13 @@ class PartCollator:
         # The whole batch is not collated on any rank here: its first and last sample stand for it.
         return Collated(len(samples), data_digest((len(samples), samples[0], samples[-1])), part)
 
-    def _collate_pieces(self, samples: list[Any], chunk: Chunk) -> Any:
+    def _collate_pieces(self, samples: list[object], chunk: Chunk) -> object:
         """Return the rank's piece, collated on its own; of several, a list of them that `cut_pieces` knows."""
         pieces = CollatedPieces(self.collate(samples[start:stop]) for _, start, stop in chunk.pieces)
         return pieces if len(pieces) > 1 else pieces[0]
 
 
-def _rows(batch: Any, samples: list[Any]) -> int | None:
+def _rows(batch: object, samples: list[object]) -> int | None:
     """Return how many rows a collated batch can be cut into, so many for each sample; None if it cannot be cut."""
     for _, leaf in leaves(batch):
         if hasattr(leaf, "to") and not isinstance(leaf, Tensor):
@@ -236,7 +238,7 @@ def _rows(batch: Any, samples: list[Any]) -> int | None:
     return rows
 
 
-def cut_pieces(part: object, chunk: Chunk) -> Sequence[Any]:
+def cut_pieces(part: object, chunk: Chunk) -> Sequence[object]:
     """Return the samples of each piece of a chunk.
 
     Args:

@@ -40,7 +40,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, NamedTuple, Protocol, TypedDict
+from typing import NamedTuple, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -68,10 +68,10 @@ class Snapshot(TypedDict):
 class _StatefulSampler(Protocol):
     """A sampler whose order comes from a state of its own, as that of torchdata's StatefulDataLoader."""
 
-    def state_dict(self) -> Any:
+    def state_dict(self) -> object:
         """Return the state."""
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: object) -> None:
         """Set the state."""
 
 
@@ -94,7 +94,7 @@ class Sources:
         """Return what the next draws of the loader in this process depend on."""
         return Snapshot(random=random_state(), generators=[generator.get_state() for generator in self._generators])
 
-    def sampler_states(self) -> list[Any]:
+    def sampler_states(self) -> list[object]:
         """Return the states of stateful samplers, copied: a sampler may return the very dict that it changes."""
         return [copy.deepcopy(sampler.state_dict()) for sampler in self._samplers]
 
@@ -104,7 +104,7 @@ class Sources:
         for generator, state in zip(self._generators, states, strict=False):
             generator.set_state(state)
 
-    def load_samplers(self, states: Sequence[Any]) -> None:
+    def load_samplers(self, states: Sequence[object]) -> None:
         """Set the states of stateful samplers."""
         for sampler, state in zip(self._samplers, states, strict=False):  # as above
             sampler.load_state_dict(copy.deepcopy(state))

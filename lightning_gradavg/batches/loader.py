@@ -58,13 +58,13 @@ from lightning_gradavg.batches.order import BatchRecord, LoaderState, Order, Sha
 
 __all__ = ["Pass", "ReadBatch", "SplitLoader", "split_batches"]
 
-_END = object()
+_END = object()  # not None, which a user's loader may yield
 
 
 class ReadBatch(NamedTuple):
     """What a pass yields."""
 
-    part: Any  # this rank's samples of the loader batch, in the user's own type
+    part: object  # this rank's samples of the loader batch, in the user's own type
     record: BatchRecord
 
 
@@ -136,10 +136,11 @@ class SplitLoader(LoaderWrapper):
             batches = iter(self._read)
         if self._indices is None:
             return Pass(order, self._read_together(order, batches))
+        # Rank 0 has drawn the seed of its workers, and perhaps the order: the other ranks' own states move on alike.
         order.draws.follow(self._world.from_first(order.draws.last_draw))
         return Pass(order, self._read_in_parts(order, batches))
 
-    def _read_together(self, order: Order, batches: Iterator[Any]) -> Iterator[ReadBatch]:
+    def _read_together(self, order: Order, batches: Iterator[object]) -> Iterator[ReadBatch]:
         """Yield this rank's part of each batch that all ranks read."""
         order.draws.begin_reading()
         while True:
@@ -149,12 +150,13 @@ class SplitLoader(LoaderWrapper):
                 order.finish()
                 return
             if not isinstance(batch, Collated):
+                # No `PartCollator` has made it: see `_attributes_to_replace`.
                 batch = cut_out(batch, batch_samples(batch), self.split)
             record = order.record(batch.digest, self.split.cut(batch.rows))
             if record is not None:
                 yield ReadBatch(batch.part, record)
 
-    def _read_in_parts(self, order: Order, batches: Iterator[Any]) -> Iterator[ReadBatch]:
+    def _read_in_parts(self, order: Order, batches: Iterator[object]) -> Iterator[ReadBatch]:
         """Yield the samples of each batch that this rank loads. `SharedIndices` has recorded the batches."""
         # What the dataset draws on rank 0 comes from its own state, as in one process.
         drawing = order.drawing if order.draws.forks else nullcontext

@@ -27,7 +27,7 @@ from lightning_gradavg.batches.draws import Draw, PassDraws, Snapshot, Sources
 __all__ = ["BatchRecord", "LoaderState", "Order", "PassPosition", "SharedIndices", "loader_state"]
 
 _BLOCK = 256
-"""Most batches of indices that are sent at once."""
+"""Most batches of indices that are sent at once. Blocks grow to it from one, so that the first batch comes soon."""
 
 # They draw from a global generator for their first index only, whatever happens between the batches.
 _DRAW_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -37,7 +37,7 @@ class LoaderState(TypedDict):
     """What a checkpoint holds of a loader: what determines the pass in progress, and how far training is in it."""
 
     snapshots: dict[str, Snapshot]  # what the pass drew from, by moment; none after a complete epoch
-    samplers: list[Any]  # the states of stateful samplers before the pass
+    samplers: list[object]  # the states of stateful samplers before the pass
     now: Snapshot  # what the resumed run goes on drawing from
     batches: int  # loader batches of the pass that were stepped on
     digest: str  # of the digests of these batches
@@ -102,7 +102,7 @@ class Order:
         self.world = world
         self._shared = shared
         self._has_length = length_of(loader) < math.inf
-        self._hash = blake2b(digest_size=16)
+        self._hash = blake2b(digest_size=16)  # of the digests of the batches so far
         self.start = PassPosition(0, "")
         self.position = PassPosition(0, "")
         self.pending: deque[BatchRecord] = deque()
@@ -188,7 +188,7 @@ class Order:
 class _Block(NamedTuple):
     """What rank 0 sends of its sampler at once."""
 
-    batches: list[list[Any]]  # the indices of each loader batch
+    batches: list[list[object]]  # the indices of each loader batch
     draw: Draw  # what the sampler has drawn for them
     error: str  # the repr of what it raised after them; empty if nothing
 
@@ -208,20 +208,21 @@ class SharedIndices:
         self._split = split
         self._raised: Exception | None = None  # by the sampler of rank 0, on that rank
         inner = getattr(batch_sampler, "sampler", None)
+        # Exact types: a subclass may draw whenever it likes.
         self._draws_once = type(batch_sampler) is BatchSampler and type(inner) in _DRAW_ONCE
 
     def __len__(self) -> int:
         return len(self._batch_sampler)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         order = self.order
-        batches: Iterator[Any] = iter(())
+        batches: Iterator[object] = iter(())
         if order.world.rank == 0:
             with order.drawing():  # a sampler may draw when its iterator is made
                 batches = iter(self._batch_sampler)
         return self._parts(self._batches_of_rank_0(batches, order), order)
 
-    def _batches_of_rank_0(self, batches: Iterator[Any], order: Order) -> Iterator[list[Any]]:
+    def _batches_of_rank_0(self, batches: Iterator[object], order: Order) -> Iterator[list[object]]:
         """Yield the indices of each loader batch, which rank 0 sends to all ranks."""
         world = order.world
         if world.rank == 0:
@@ -247,9 +248,9 @@ class SharedIndices:
                 # Not past the last batch: samplers draw from their generator again if they are asked for one more.
                 size = max(1, min(2 * size, _BLOCK, len(self) - read))
 
-    def _next_block(self, batches: Iterator[Any], size: int, order: Order) -> _Block:
+    def _next_block(self, batches: Iterator[object], size: int, order: Order) -> _Block:
         """Read up to so many batches of rank 0's sampler."""
-        block: list[list[Any]] = []
+        block: list[list[object]] = []
         error = ""
         with order.drawing():
             try:
@@ -259,7 +260,7 @@ class SharedIndices:
                 error = repr(raised)
         return _Block(block, order.draws.last_draw, error)
 
-    def _parts(self, batches: Iterator[list[Any]], order: Order) -> Iterator[list[Any]]:
+    def _parts(self, batches: Iterator[list[object]], order: Order) -> Iterator[list[object]]:
         """Yield the indices that this rank loads, and pass over batches that were trained on."""
         for indices in batches:
             chunk = self._split.cut(len(indices))
@@ -278,5 +279,6 @@ def _listed(indices: Any) -> list[Any]:
 
 
 def _equal_on_all_ranks(world: World, digest: bytes) -> bool:
+    # 64 bits do: they guard against mistakes, not against forgery.
     rows = world.gather_integers([int.from_bytes(digest[:8], "little", signed=True)])
     return all(row == rows[0] for row in rows)

@@ -86,7 +86,7 @@ class Batches(Part):
         if stage == "train":
             self._joined_loaders = []
 
-    def process_dataloader(self, loader: Any) -> Any:
+    def process_dataloader(self, loader: object) -> object:
         """Return the training loader, which ends on all ranks at once. A collective operation."""
         joined = join(loader, self.run.world, self.run.device, self.run.loop)
         if isinstance(joined, JoinedLoader):
@@ -144,7 +144,7 @@ class Batches(Part):
         of_ranks = self.run.world.gather_integers([self.has_samples])
         self.without_samples = [rank for rank, (has_samples,) in enumerate(of_ranks) if not has_samples]
 
-    def training_step(self) -> AbstractContextManager[Any]:
+    def training_step(self) -> AbstractContextManager[None]:
         """Return the context of a training step, in which a stand-in leaves no trace."""
         if self.joins and self.fetches_within:
             return self._fetching()
@@ -217,7 +217,7 @@ class SplitBatches(Batches):
             injects = self._user_injects_samplers and stage != "train"
             set_injection_of_samplers(self.run.trainer, injects)
 
-    def process_dataloader(self, loader: Any) -> TrainingLoader:
+    def process_dataloader(self, loader: object) -> TrainingLoader:
         """Return a training loader of this rank's parts of the batches. A collective operation."""
         split = TrainingLoader(loader, self._split, self.run.world, self._progress)
         index = len(self._loaders)

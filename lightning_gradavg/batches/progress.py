@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,7 +35,7 @@ from lightning_gradavg.faults.drift import SameData
 
 __all__ = ["JoinedLoader", "Progress", "TrainingLoader", "join"]
 
-_END = object()
+_END = object()  # not None, which a user's loader may yield
 
 _Record = TypeVar("_Record")
 
@@ -196,7 +196,7 @@ def _state_within(state: LoaderState, order: Order, position: PassPosition) -> L
     )
 
 
-class TrainingIterator(Iterator[Any]):
+class TrainingIterator(Iterator[object]):
     """One pass over a loader that Lightning reads.
 
     In a resumed run, the pass begins when it is read, not when it is made: in between, Lightning draws random numbers,
@@ -220,7 +220,7 @@ class TrainingIterator(Iterator[Any]):
             self.begun = self.loader.begin(self.loader.start)
         return self.begun
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         loader = self.loader
         progress = loader.progress
         epoch = progress.loop.epoch_of(self)
@@ -277,7 +277,7 @@ class JoinedLoader(LoaderWrapper):
         self.records: Records[FetchRecord] = Records()
         self._device = device
         self._length = length
-        self._last: Any = _END  # this rank's last batch, of any pass
+        self._last: object = _END  # this rank's last batch, of any pass
         described = f"batches of {type(loader).__name__}"
         dataset = getattr(loader, "dataset", None)
         if dataset is not None:
@@ -292,7 +292,7 @@ class JoinedLoader(LoaderWrapper):
             raise TypeError(f"{type(self.loader).__name__} has no length on all ranks")
         return int(self._length)
 
-    def _joined(self, batches: Iterator[Any]) -> Iterator[tuple[Any, FetchRecord]]:
+    def _joined(self, batches: Iterator[object]) -> Iterator[tuple[object, FetchRecord]]:
         """Yield this rank's batches, and then its last one, until all ranks have had theirs.
 
         Each is a collective operation. Ranks wait for it in the first round, where one may have no batch at all and
@@ -301,12 +301,13 @@ class JoinedLoader(LoaderWrapper):
         is_first = True
         has_batch = True
         while True:
-            batch: Any = _END
+            batch: object = _END
             if has_batch:
                 batch = next(batches, _END)
             has_batch = batch is not _END
             if has_batch:
                 self._last = batch
+            # Not the stand-in: it may be another rank's batch, which would be taken for the same data.
             self._same.compare(batch if has_batch else None)
             with torch.profiler.record_function("GradAvg: exchange who has a batch"):
                 counts = Tally([has_batch, self._last is _END], "sum", self._device, self.world.group)
@@ -315,6 +316,7 @@ class JoinedLoader(LoaderWrapper):
                     ranks_with_batch, ranks_without_any = counts.read()
                 if ranks_with_batch == 0:
                     return
+                # In later rounds none can be without: it has got a batch in the first one, which it keeps.
                 if ranks_without_any > 0:
                     self._share_last_batch()
             is_first = False
@@ -334,14 +336,14 @@ class JoinedLoader(LoaderWrapper):
                 return
 
 
-class JoinedIterator(Iterator[Any]):
+class JoinedIterator(Iterator[object]):
     """One pass over a joined loader."""
 
-    def __init__(self, loader: JoinedLoader, items: Iterator[tuple[Any, FetchRecord]]) -> None:
+    def __init__(self, loader: JoinedLoader, items: Iterator[tuple[object, FetchRecord]]) -> None:
         self.loader = loader
         self._items = items
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         batch, record = next(self._items)
         epoch = self.loader.loop.epoch_of(self)
         if epoch is not None:  # else a user looks at the data
@@ -349,7 +351,7 @@ class JoinedIterator(Iterator[Any]):
         return batch
 
 
-def join(loader: object, world: World, device: torch.device, loop: TrainingLoop) -> Any:
+def join(loader: object, world: World, device: torch.device, loop: TrainingLoop) -> object:
     """Return a loader, joined unless all ranks are known to have as many batches. A collective operation."""
     loader = user_loader(loader)
     length = length_of(loader)
