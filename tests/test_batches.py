@@ -94,7 +94,7 @@ def read(order: Order, seeds: list[int], draws: list[int], **cut: Any) -> Any:
     for _ in range(2):
         items = loader.begin().items
         torch.rand(draws[world.rank])
-        epochs.append([samples_of(batch, behind.chunk) for batch, behind in items])
+        epochs.append([samples_of(batch, record.chunk) for batch, record in items])
     return epochs, torch.get_rng_state()
 
 
@@ -190,7 +190,7 @@ def test_all_arguments_of_the_loader_are_kept() -> None:
 def test_what_workers_send_can_be_pinned() -> None:
     """`torch` pins memory inside what the copy of the loader yields, and leaves the rest as it is."""
     sent = pin_memory(Collated(3, b"digest", Mock(**{"pin_memory.return_value": "pinned"})))
-    assert (3, b"digest", "pinned") == (sent.rows, sent.key, sent.part)
+    assert (3, b"digest", "pinned") == (sent.rows, sent.digest, sent.part)
 
 
 def flagged(value: Any) -> Any:

@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader
 
 from lightning_gradavg._support.collectives import World
 from lightning_gradavg.batches.chunks import Split
-from lightning_gradavg.batches.progress import NumberedLoader
+from lightning_gradavg.batches.progress import TrainingLoader
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),
@@ -399,8 +399,8 @@ def test_a_rank_that_ends_alone_saves_nothing(tmp_path, act, rank, named, keep, 
 
 def test_a_resumed_loader_that_saves_at_once_saves_what_it_has_loaded():
     """A pass notes what it draws from in a copy; in a checkpoint, the end of an epoch would be the begin of one."""
-    progress: Any = SimpleNamespace(go_on=lambda random: None)
-    loader = NumberedLoader(DataLoader([1, 2]), Split(), World(), progress)
+    progress: Any = SimpleNamespace(draws=SimpleNamespace(resume=lambda state: None))
+    loader = TrainingLoader(DataLoader([1, 2]), Split(), World(), progress)
     loaded: Any = {"snapshots": {}, "samplers": [], "now": {"random": None}, "batches": 0, "digest": ""}
     loader.load_state_dict(loaded)
     assert loader.start is not None

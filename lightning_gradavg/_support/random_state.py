@@ -1,109 +1,90 @@
-"""The random state of a process, from which samplers, datasets and models on the CPU draw by default."""
+"""The random state of a process, from which samplers, datasets and models on the CPU draw by default.
+
+That is the state of three global generators: torch's on the CPU, Python's, and NumPy's if it is imported.
+"""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
 import torch
 
-RandomState: TypeAlias = tuple[torch.Tensor, Any, Any]
-"""States of torch's, Python's and NumPy's global generators, as values that `torch.load(weights_only=True)` reads."""
+# A plain tuple of plain values, because checkpoints hold it: `torch.load(weights_only=True)` refuses a NamedTuple.
+RandomState: TypeAlias = tuple[
+    torch.Tensor,  # of torch, as `torch.get_rng_state` returns it
+    tuple[int, tuple[int, ...], float | None],  # of Python: version, words, and a number kept back by `random.gauss`
+    dict[str, Any] | None,  # of NumPy, with lists for arrays; None where NumPy is not imported
+]
+"""The states of the CPU's global generators."""
 
 
 def random_state() -> RandomState:
     """Return the states of the CPU's global generators."""
-    numpy = sys.modules.get("numpy")  # nobody can have drawn from it before it was imported
-    return torch.get_rng_state(), random.getstate(), _plain(numpy.random.get_state(legacy=False)) if numpy else None
+    for_numpy = None
+    # Not imported here: it may not be installed, and nothing has drawn from it before it was imported.
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        for_numpy = _without_arrays(numpy.random.get_state(legacy=False))
+    return torch.get_rng_state(), random.getstate(), for_numpy
 
 
-def _plain(value: Any) -> Any:
+def _without_arrays(value: Any) -> Any:
+    """Return a nested dict with lists and numbers in place of NumPy's arrays and numbers."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return value.tolist() if hasattr(value, "tolist") else value
+        return {key: _without_arrays(item) for key, item in value.items()}
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return value
 
 
 def restore_random_state(state: RandomState) -> None:
     """Set the states of the CPU's global generators."""
-    for_torch, (version, words, gauss), for_numpy = state
+    for_torch, for_python, for_numpy = state
     torch.set_rng_state(for_torch)
-    random.setstate((version, tuple(words), gauss))
+    version, words, gauss = for_python
+    random.setstate((version, tuple(words), gauss))  # it refuses a list, which a checkpoint may hold
     if for_numpy is not None and "numpy" in sys.modules:
         sys.modules["numpy"].random.set_state(for_numpy)
 
 
-def same_random_state(one: RandomState, other: RandomState) -> bool:
-    """Return whether two states draw the same, apart from NumPy if it was not imported for one of them."""
-    same_numpy = None in (one[2], other[2]) or one[2] == other[2]
-    return torch.equal(one[0], other[0]) and one[1] == other[1] and same_numpy
+def same_random_state(first: RandomState, second: RandomState) -> bool:
+    """Return whether two states draw the same numbers.
+
+    Where NumPy was not imported for one of them, its generator is not compared.
+    """
+    torch_of_first, python_of_first, numpy_of_first = first
+    torch_of_second, python_of_second, numpy_of_second = second
+    if not torch.equal(torch_of_first, torch_of_second):
+        return False
+    if python_of_first != python_of_second:
+        return False
+    if numpy_of_first is None or numpy_of_second is None:
+        return True
+    return numpy_of_first == numpy_of_second
 
 
 def forked(state: RandomState, stream: int) -> RandomState:
-    """Return states for one of several streams, derived from that of torch's generator."""
-    return seeded(blake2b(state[0].numpy().tobytes() + str(stream).encode(), digest_size=24).digest())
+    """Return states for one of several streams, which are derived from the state of torch's generator."""
+    for_torch = state[0].numpy().tobytes()
+    return seeded(blake2b(for_torch + str(stream).encode(), digest_size=24).digest())
 
 
 def seeded(digest: bytes) -> RandomState:
-    """Return states of 24 bytes, 8 for each generator, as Python and NumPy make the same stream of the same seed."""
-    for_torch, for_python, for_numpy = (int.from_bytes(digest[start : start + 8], "little") for start in (0, 8, 16))
-    numpy = sys.modules.get("numpy")
-    words = [for_numpy & 0xFFFFFFFF, for_numpy >> 32]  # NumPy takes words of 32 bits
-    return (
-        torch.Generator().manual_seed(for_torch).get_state(),
-        random.Random(for_python).getstate(),
-        _plain(numpy.random.RandomState(words).get_state(legacy=False)) if numpy else None,
-    )
+    """Return states that follow from 24 bytes.
 
-
-class RandomStream:
-    """A stream of random numbers beside the process's own, from which everything draws within `drawing`.
-
-    A process whose own state equals that of the stream moves on with it. Any other gets its own back.
-
-    Attributes:
-        moved: The states before and after what was drawn last.
+    Each generator gets 8 bytes of its own: of one seed, Python and NumPy make the same stream.
     """
-
-    def __init__(self) -> None:
-        self._state = self._own = random_state()
-        self.moved, self.drawing_now = (self._state, self._state), False
-
-    @property
-    def state(self) -> RandomState:
-        """The state that the stream draws from next."""
-        return random_state() if self.drawing_now else self._state
-
-    @state.setter
-    def state(self, state: RandomState) -> None:
-        self._state = state
-        if self.drawing_now:
-            restore_random_state(state)
-
-    @contextmanager
-    def drawing(self, *, apart: bool = False) -> Iterator[None]:
-        """Draw from the stream inside; `apart` from the process, even if its own state is equal."""
-        nested, self.drawing_now, now = self.drawing_now, True, random_state()
-        if nested:
-            self._state = now
-        else:
-            self._own = now
-        before, moves = self._state, nested or (not apart and same_random_state(now, self._state))
-        restore_random_state(before)
-        try:
-            yield
-        finally:
-            self._state, self.drawing_now = random_state(), nested
-            self.moved = before, self._state
-            if not moves:
-                restore_random_state(self._own)
-
-    def pull(self, before: RandomState, after: RandomState) -> None:
-        """Have the process move on to `after`, if its own state is `before`."""
-        if same_random_state(self._own if self.drawing_now else random_state(), before):
-            self._own = after
-            if not self.drawing_now:
-                restore_random_state(after)
+    for_torch = int.from_bytes(digest[0:8], "little")
+    for_python = int.from_bytes(digest[8:16], "little")
+    for_numpy = int.from_bytes(digest[16:24], "little")
+    numpy_state = None
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        words = [for_numpy & 0xFFFFFFFF, for_numpy >> 32]  # NumPy takes words of 32 bits
+        numpy_state = _without_arrays(numpy.random.RandomState(words).get_state(legacy=False))
+    torch_state = torch.Generator().manual_seed(for_torch).get_state()
+    python_state = random.Random(for_python).getstate()
+    return torch_state, python_state, numpy_state

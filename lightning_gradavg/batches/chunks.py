@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from operator import is_
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -40,8 +39,9 @@ def chunk_bounds(size: int, parts: int) -> tuple[tuple[int, int], ...]:
     Every chunk has `ceil(size / parts)` items while they last, so later chunks may be short or empty: 5 over 4 gives
     2, 2, 1, 0. `torch.chunk` leaves the empty ones out; here they are kept.
     """
-    step = -(-size // parts)
-    return tuple((min(part * step, size), min((part + 1) * step, size)) for part in range(parts))
+    step = -(-size // parts)  # rounded up
+    ends = [min(part * step, size) for part in range(parts + 1)]
+    return tuple(pairwise(ends))
 
 
 @lru_cache(maxsize=256)
@@ -56,49 +56,36 @@ def even_bounds(size: int, parts: int) -> tuple[tuple[int, int], ...]:
 
 
 class Piece(NamedTuple):
-    """Samples `start` to `stop` of a loader batch, computed at once.
+    """Samples of a loader batch that are computed at once."""
 
-    `replica` is another for each piece, over all ranks; None of a stand-in.
-    """
-
-    replica: int | None
-    start: int
-    stop: int
+    replica: int | None  # its number, another one for each piece over all ranks; None of a stand-in
+    start: int  # the first sample, as a position in the loader batch
+    stop: int  # the sample after the last
 
     @property
     def samples(self) -> int:
-        """Number of samples that count."""
+        """Number of samples that count: none of a stand-in."""
         return 0 if self.replica is None else self.stop - self.start
 
 
 class Chunk(NamedTuple):
-    """What a rank has of a loader batch.
+    """What a rank has of a loader batch."""
 
-    Attributes:
-        pieces: What is computed at once, in order; of a rank without samples, its stand-in.
-        start: First sample, as a position in the loader batch.
-        stop: Sample after the last.
-        samples: Number of samples that count: 0 for a stand-in, which only keeps the rank busy; None of several loaders
-            whose batches have no common number.
-        batch_samples: Number of samples of the loader batch.
-        layout: Number of pieces that count, of each rank.
-    """
-
-    pieces: Sequence[Piece]
-    start: int
-    stop: int
-    samples: int | None
-    batch_samples: int
-    layout: tuple[int, ...]
+    pieces: Sequence[Piece]  # in the order in which they are computed; of a rank without samples, its stand-in
+    start: int  # the first sample, as a position in the loader batch
+    stop: int  # the sample after the last
+    samples: int | None  # that count: 0 of a stand-in; None of several loaders whose batches have no common number
+    batch_samples: int  # number of samples of the loader batch
+    layout: tuple[int, ...]  # number of pieces that count, of each rank
 
     @property
     def stand_in(self) -> bool:
-        """Whether the samples only keep the rank busy, and must not count."""
+        """Whether the rank has no samples of the batch, and its piece is a stand-in."""
         return self.samples == 0
 
 
 STAND_IN = Chunk([Piece(None, 0, 0)], start=0, stop=0, samples=0, batch_samples=0, layout=())
-"""Of a rank that has no loader batch: what it computes is another one."""
+"""Of a rank that has no loader batch left: it computes its last one again."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +98,8 @@ class Split:
         replicas: Number of replicas R that every loader batch has, as `torch.chunk` cuts them. Of 4 replicas, 3 ranks
             have 2, 1 and 1. None where any cut gives the same result: each rank has an even part of the samples.
         max_samples: Most samples m of a piece; None for no limit, and where R is given.
-        whole: Whether batches are those of one process in all that random numbers, padding and mixing make of them.
+        whole: Whether batches must be those of one process in all that random numbers, padding and mixing make of
+            them. Then they are collated whole, and cut afterwards.
     """
 
     rank: int = 0
@@ -123,52 +111,64 @@ class Split:
     @property
     def chunks(self) -> int:
         """Number of chunks that every loader batch has, of which some may be empty."""
-        return self.replicas or self.world_size
+        return self.world_size if self.replicas is None else self.replicas
 
     def cut(self, size: int) -> Chunk:
-        """Return this rank's chunk of a loader batch of `size` samples, or raise a ValueError if it is empty."""
+        """Return this rank's chunk of a loader batch of `size` samples, or raise a ValueError if there are none."""
         return _cut(self, size)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=256)  # batches have few sizes, and each is asked for its chunk once per step
 def _cut(split: Split, size: int) -> Chunk:
+    # All ranks cut every batch, so all raise here. `batch_samples` counts 0 in silence.
     if size < 1:
         raise ValueError("a loader batch has no samples: leave out empty batches")
-    cut = even_bounds if split.replicas is None else chunk_bounds
-    bounds = cut(size, split.chunks)
-    most = split.max_samples or size
-    owned = [
-        [piece for replica in range(*of_rank) for piece in _pieces(replica, *bounds[replica], most, split.world_size)]
-        for of_rank in even_bounds(split.chunks, split.world_size)
-    ]
-    stand_in = Piece(None, 0, min(max(bounds[0][1], _STAND_IN_SAMPLES), size, most))
-    pieces, layout = owned[split.rank] or [stand_in], tuple(map(len, owned))
-    samples = sum(piece.samples for piece in pieces)
-    return Chunk(pieces, pieces[0].start, pieces[-1].stop, samples, size, layout)
+    if split.replicas is None:
+        bounds = even_bounds(size, split.chunks)
+    else:
+        bounds = chunk_bounds(size, split.chunks)
+    limit = size if split.max_samples is None else split.max_samples
+    of_ranks: list[list[Piece]] = []
+    for first, last in even_bounds(split.chunks, split.world_size):
+        pieces: list[Piece] = []
+        for replica in range(first, last):
+            start, stop = bounds[replica]
+            pieces.extend(_pieces(replica, start, stop, limit, split.world_size))
+        of_ranks.append(pieces)
+    layout = tuple(len(pieces) for pieces in of_ranks)
+    mine = of_ranks[split.rank]
+    samples = sum(piece.samples for piece in mine)
+    if not mine:
+        # Those of the first chunk, which is never empty.
+        stop = min(max(bounds[0][1], _STAND_IN_SAMPLES), size, limit)
+        mine = [Piece(None, 0, stop)]
+    return Chunk(mine, mine[0].start, mine[-1].stop, samples, size, layout)
 
 
-def _pieces(replica: int, start: int, stop: int, most: int, ranks: int) -> Iterator[Piece]:
+def _pieces(replica: int, start: int, stop: int, limit: int, world_size: int) -> Iterator[Piece]:
     """Cut a replica into pieces whose sizes differ by at most 1: batch norm sees many samples in each."""
     samples = stop - start
-    count = -(-samples // most)
-    for piece in range(count):
-        first, last = (start + end * samples // count for end in (piece, piece + 1))
-        yield Piece(replica + piece * ranks, first, last)
+    count = -(-samples // limit)  # rounded up; none of an empty replica
+    for index in range(count):
+        first = start + index * samples // count
+        last = start + (index + 1) * samples // count
+        # With a limit there are as many replicas as ranks, so no two pieces have one number.
+        yield Piece(replica + index * world_size, first, last)
 
 
-class Apart(list[Any]):
+class CollatedPieces(list[object]):
     """The pieces of a rank's chunk, each collated on its own, because what holds all of them cannot be cut."""
 
 
 class Collated(NamedTuple):
-    """A batch as it comes out of a worker: its rows, a digest of what all ranks have of it, and this rank's part."""
+    """A batch as it comes out of a worker. `torch` pins the memory inside, as of any tuple."""
 
-    rows: int
-    key: bytes
-    part: Any
+    rows: int  # number of samples of the loader batch
+    digest: bytes  # of what all ranks have of it: they compare it
+    part: object  # this rank's samples, in the user's own type
 
 
-def cut_out(batch: Any, rows: int, split: Split) -> Collated:
+def cut_out(batch: object, rows: int, split: Split) -> Collated:
     """Return this rank's part of a whole batch that has so many rows."""
     chunk = split.cut(rows)
     return Collated(rows, data_digest(batch), slice_batch(batch, chunk.start, chunk.stop))
@@ -176,49 +176,82 @@ def cut_out(batch: Any, rows: int, split: Split) -> Collated:
 
 @dataclass(frozen=True)
 class PartCollator:
-    """Collates this rank's part of a batch; what cannot be cut, such as a batch of graphs, piece by piece."""
+    """Collates this rank's part of a batch. It stands for the user's `collate_fn`, in the workers if there are any.
 
-    collate: Callable[[list[Any]], Any]
+    | batches | collated, if a collated batch can be cut | if it cannot, such as a batch of graphs |
+    |---|---|---|
+    | not `whole` | the rank's samples, which `cut_pieces` cuts | each of the rank's pieces on its own |
+    | `whole` | all samples, of which the rank's part is cut out | each of the rank's pieces; an error if it draws |
+    """
+
+    # A class, not a closure: workers that are spawned get it pickled.
+    collate: Callable[[list[object]], object]
     split: Split
 
-    def __call__(self, samples: list[Any]) -> Collated:
+    def __call__(self, samples: list[object]) -> Collated:
         """Return this rank's part of the batch of these samples."""
-        split, chunk, before = self.split, self.split.cut(len(samples)), random_state()
-        own = samples if split.whole else samples[chunk.start : chunk.stop]
-        part = self.collate(own)
-        rows = _rows(part, own)
-        if split.whole and rows is not None:
-            return cut_out(part, rows, split)
-        if split.whole and not same_random_state(before, random_state()):
-            raise ValueError(
-                f"a batch of type {type(part).__name__} cannot be cut into replicas, and collate_fn draws random"
-                " numbers, which would differ from those of the whole batch if it collated each replica separately."
-                " Draw them in the dataset or in training_step."
-            )
-        if split.whole or (rows is None and len(chunk.pieces) > 1):
-            parts = Apart(self.collate(samples[start:stop]) for _, start, stop in chunk.pieces)
-            part = parts if len(parts) > 1 else parts[0]
+        chunk = self.split.cut(len(samples))
+        if self.split.whole:
+            state = random_state()
+            batch = self.collate(samples)
+            rows = _rows(batch, samples)
+            if rows is not None:
+                return cut_out(batch, rows, self.split)
+            if not same_random_state(state, random_state()):
+                raise ValueError(
+                    f"a batch of type {type(batch).__name__} cannot be cut into replicas, and collate_fn draws random"
+                    " numbers, which would differ from those of the whole batch if it collated each replica separately."
+                    " Draw them in the dataset or in training_step."
+                )
+            part = self._collate_pieces(samples, chunk)
+        else:
+            mine = samples[chunk.start : chunk.stop]
+            part = self.collate(mine)
+            if len(chunk.pieces) > 1 and _rows(part, mine) is None:
+                part = self._collate_pieces(samples, chunk)
+        # The whole batch is not collated on any rank here: its first and last sample stand for it.
         return Collated(len(samples), data_digest((len(samples), samples[0], samples[-1])), part)
 
+    def _collate_pieces(self, samples: list[object], chunk: Chunk) -> object:
+        """Return the rank's piece, collated on its own; of several, a list of them that `cut_pieces` knows."""
+        pieces = CollatedPieces(self.collate(samples[start:stop]) for _, start, stop in chunk.pieces)
+        return pieces if len(pieces) > 1 else pieces[0]
 
-def _rows(batch: Any, samples: list[Any]) -> int | None:
+
+def _rows(batch: object, samples: list[object]) -> int | None:
     """Return how many rows a collated batch can be cut into, so many for each sample; None if it cannot be cut."""
-    if any(hasattr(leaf, "to") and not isinstance(leaf, Tensor) for _, leaf in leaves(batch)):
-        return None  # such as a graph, which would be shared
+    for _, leaf in leaves(batch):
+        if hasattr(leaf, "to") and not isinstance(leaf, Tensor):
+            return None  # such as a graph, which `slice_batch` would give to all pieces whole
     try:
         rows = batch_samples(batch)
     except ValueError:
         return None
-    # Dimension 0 of what is listed sample by sample, as by `collate_fn=list`, is a sample's own.
-    listed = isinstance(batch, (list, tuple)) and len(batch) == len(samples)
-    apart = listed and (rows != len(samples) or all(map(is_, batch, samples)))
-    return rows if rows % len(samples) == 0 and not apart else None
+    if rows % len(samples) != 0:
+        return None
+    # `collate_fn=list` returns the samples themselves: dimension 0 of a tensor in it is not that of the batch.
+    if isinstance(batch, (list, tuple)) and len(batch) == len(samples):
+        if rows != len(samples):
+            return None
+        if all(item is sample for item, sample in zip(batch, samples, strict=True)):
+            return None
+    return rows
 
 
-def cut_pieces(part: Any, chunk: Chunk) -> Sequence[Any]:
-    """Return the samples of each piece of a chunk, of the rank's part of a batch, which hooks may have changed."""
-    if isinstance(part, Apart):
+def cut_pieces(part: object, chunk: Chunk) -> Sequence[object]:
+    """Return the samples of each piece of a chunk.
+
+    Args:
+        part: The rank's part of the loader batch, as the user's hooks left it.
+        chunk: What the rank has of the loader batch.
+
+    Raises:
+        ValueError: If the part has another number of samples than the chunk.
+    """
+    if isinstance(part, CollatedPieces):
         return part
-    if (found := batch_samples(part)) != chunk.stop - chunk.start:
-        raise ValueError(f"it has {found} samples where the train loader yielded {chunk.stop - chunk.start}")
+    samples = batch_samples(part)
+    expected = chunk.stop - chunk.start
+    if samples != expected:
+        raise ValueError(f"it has {samples} samples where the train loader yielded {expected}")
     return [slice_batch(part, start - chunk.start, stop - chunk.start) for _, start, stop in chunk.pieces]

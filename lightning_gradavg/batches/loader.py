@@ -1,13 +1,35 @@
 """Training loaders whose batches are the global batches: every rank gets its own chunk of each.
 
-Map-style datasets are read *in parts*: rank 0 asks its samplers and sends what they yield to all ranks, in blocks, so
-that a rank loads its own samples only. Everything else is *shared*: all ranks read the same batches with the random
-state of rank 0, in the main process and in workers, and each takes its part, where it can before they are collated.
+How the batches are read depends on the loader:
 
-Where the batches are to be those of one process with all that random numbers, padding and mixing make of them
-(`Split.whole`), map-style datasets are shared, too, unless the user says that they draw nothing.
+| the user's loader | read |
+|---|---|
+| a `DataLoader` with a batch sampler over a map-style dataset | in parts |
+| the same, where batches must be those of one process in all that is drawn, padded and mixed (`Split.whole`) | shared |
+| the same, but the user says that nothing draws (`draws_no_random_numbers`), and collating mixes nothing | in parts |
+| any other: over an `IterableDataset`, with `batch_size=None`, or an iterable of batches | shared |
+
+*In parts*, rank 0 asks its sampler and sends the indices to all ranks, in blocks, so that a rank loads its own samples
+only. *Shared*, all ranks read the same batches with the random state of rank 0, in the main process and in workers, and
+each takes its part, where it can before the samples are collated.
 
 Iterating is a collective operation: all ranks do it, or none.
+
+What stands in for a loader must answer what Lightning asks of one. Of a training loader, lightning 2.6 uses:
+
+| attribute | when | in Lightning | answered by |
+|---|---|---|---|
+| `worker_init_fn`, read and set | the loader is prepared | `_auto_add_worker_init_fn` | `LoaderWrapper` |
+| `len()` | likewise, and whenever an iterator is made | `has_len_all_ranks`, `sized_len` | `SplitLoader` |
+| `dataset` | likewise, to warn of a stream with a length | `has_iterable_dataset` | the user's loader |
+| `iter()` | the loader is prepared, and each later epoch begins | `CombinedLoader.__iter__` | `progress.py` |
+| `sampler`, `batch_sampler.sampler` | an epoch begins | `_set_sampler_epoch` | the user's loader |
+| `state_dict` | a checkpoint is saved | `CombinedLoader._state_dicts` | `progress.py` |
+| `load_state_dict` | a loader has a state if it has both methods | `CombinedLoader._state_dicts` | `progress.py` |
+| `_iterator`, read and set | training ends, and the workers with it | `CombinedLoader.reset` | `LoaderWrapper` |
+
+`LoaderWrapper` passes everything else on to the user's loader: callbacks look at `trainer.train_dataloader`. Of a
+prepared loader, only `_worker_check` asks whether it is a `DataLoader`, for warnings about its workers.
 """
 
 from __future__ import annotations
@@ -32,18 +54,28 @@ from lightning_gradavg._lightning.loaders import (
 from lightning_gradavg._support.collectives import Contribution, World
 from lightning_gradavg._support.tree import batch_samples
 from lightning_gradavg.batches.chunks import Collated, PartCollator, Split, cut_out
-from lightning_gradavg.batches.order import Behind, LoaderState, Order, SharedIndices
+from lightning_gradavg.batches.order import BatchRecord, LoaderState, Order, SharedIndices
 
-__all__ = ["Pass", "SplitLoader", "split_batches"]
+__all__ = ["Pass", "ReadBatch", "SplitLoader", "split_batches"]
 
-_END = object()
+_END = object()  # not None, which a user's loader may yield
+
+
+class ReadBatch(NamedTuple):
+    """What a pass yields."""
+
+    part: object  # this rank's samples of the loader batch, in the user's own type
+    record: BatchRecord
 
 
 class Pass(NamedTuple):
-    """One pass over a split loader. No cycle of references holds it, so that worker processes end with it."""
+    """One pass over a split loader.
+
+    A tuple beside the loader, because no cycle of references may hold it: worker processes end with the iterator.
+    """
 
     order: Order
-    items: Iterator[tuple[Any, Behind]]
+    items: Iterator[ReadBatch]
 
 
 class SplitLoader(LoaderWrapper):
@@ -52,8 +84,8 @@ class SplitLoader(LoaderWrapper):
     Making it is a collective operation.
 
     Attributes:
-        samples: Samples of the batch yielded last that count: 0 where the rank has none of the global batch, and the
-            batch only keeps it busy. None outside of a pass.
+        samples: Samples that count of the batch yielded last: 0 where the rank has none of the global batch, and gets
+            a stand-in. None outside of a pass.
 
     Raises:
         ValueError: On all ranks, if the loader cannot be split, or the ranks' loaders differ.
@@ -61,35 +93,29 @@ class SplitLoader(LoaderWrapper):
 
     samples: int | None = None
 
-    def __init__(self, loader: Any, split: Split, world: World) -> None:
+    def __init__(self, loader: object, split: Split, world: World) -> None:
         loader = user_loader(loader)
-        batched = isinstance(loader, DataLoader) and loader.batch_sampler is not None
-        streams = not batched or isinstance(loader.dataset, IterableDataset)
-        in_parts = not (streams or (split.whole and not _may_be_read_in_parts(loader)))
-        _require_splittable(loader, world, shared=not in_parts)
-        self.split, self._world = split, world
-        self._indices = SharedIndices(loader.batch_sampler, split) if in_parts else None
-        replaced: dict[str, Any] = {}
-        if in_parts:
-            replaced["batch_sampler"] = self._indices
-            if world.rank > 0:
-                replaced["generator"] = None  # the seed of workers is drawn from a stream of the rank's own
-        # A loader with an `__iter__` of its own expects what the user's collate_fn returns.
-        plain = batched and type(loader).__iter__ is DataLoader.__iter__
-        if plain and (split.max_samples is not None or not in_parts):
-            of_read = Split(max_samples=split.max_samples) if in_parts else split
-            replaced["collate_fn"] = PartCollator(loader.collate_fn, of_read)
-        read = cloned(loader, **replaced) if isinstance(loader, DataLoader) else loader
-        # Seeded by its rank, a worker might read in another order.
+        in_parts = _is_read_in_parts(loader, split)
+        _require_splittable(loader, world, in_parts=in_parts)
+        self.split = split
+        self._world = world
+        self._indices: SharedIndices | None = None
+        read = loader
+        if isinstance(loader, DataLoader):
+            if in_parts:
+                self._indices = SharedIndices(loader.batch_sampler, split)
+            read = cloned(loader, **_attributes_to_replace(loader, split, self._indices, world))
         super().__init__(loader, read=read, shown=loader, shared=not in_parts)
         if isinstance(loader, DataLoader):
+            # Through the setter of `LoaderWrapper`: workers that are seeded by their rank would read another order.
             self.worker_init_fn = loader.worker_init_fn
 
     def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's part of each batch: in Fabric, or in a loop of the user's own."""
         try:
-            for batch, behind in self.begin().items:
-                self.samples = behind.chunk.samples
-                yield batch
+            for part, record in self.begin().items:
+                self.samples = record.chunk.samples
+                yield part
         finally:
             self.samples = None
 
@@ -97,99 +123,172 @@ class SplitLoader(LoaderWrapper):
         return len(self.loader)
 
     def begin(self, start: LoaderState | None = None) -> Pass:
-        """Begin a pass. A collective operation, and so is each step of it. For `start` see `Order`."""
+        """Begin a pass. A collective operation, and so is each of its batches.
+
+        Args:
+            start: Where the pass begins; None for a new one. See `Order`.
+        """
         order = Order(self.loader, self._world, start, shared=self._indices is None)
         if self._indices is not None:
             self._indices.order = order
         with order.drawing():
+            # A `DataLoader` draws the seed of its workers here, and with workers asks for the first batches.
             batches = iter(self._read)
         if self._indices is None:
             return Pass(order, self._read_together(order, batches))
-        order.follow(order.snapshots["begin"]["random"], self._world.from_first(order.stream.state))
+        # Rank 0 has drawn the seed of its workers, and perhaps the order: the other ranks' own states move on alike.
+        order.draws.follow(self._world.from_first(order.draws.last_draw))
         return Pass(order, self._read_in_parts(order, batches))
 
-    def _read_together(self, order: Order, batches: Iterator[Any]) -> Iterator[tuple[Any, Behind]]:
+    def _read_together(self, order: Order, batches: Iterator[object]) -> Iterator[ReadBatch]:
         """Yield this rank's part of each batch that all ranks read."""
-        order.draw_on("first")
+        order.draws.begin_reading()
         while True:
             with order.drawing():
                 batch = next(batches, _END)
             if batch is _END:
-                return order.finish()
+                order.finish()
+                return
             if not isinstance(batch, Collated):
+                # No `PartCollator` has made it: see `_attributes_to_replace`.
                 batch = cut_out(batch, batch_samples(batch), self.split)
-            behind = order.note(batch.key, self.split.cut(batch.rows))
-            if behind is not None:
-                yield batch.part, behind
+            record = order.record(batch.digest, self.split.cut(batch.rows))
+            if record is not None:
+                yield ReadBatch(batch.part, record)
 
-    def _read_in_parts(self, order: Order, batches: Iterator[Any]) -> Iterator[tuple[Any, Behind]]:
-        """Yield what this rank loads."""
-        drawing = order.drawing if order.forks else nullcontext
+    def _read_in_parts(self, order: Order, batches: Iterator[object]) -> Iterator[ReadBatch]:
+        """Yield the samples of each batch that this rank loads. `SharedIndices` has recorded the batches."""
+        # What the dataset draws on rank 0 comes from its own state, as in one process.
+        drawing = order.drawing if order.draws.forks else nullcontext
         while True:
             with drawing():
                 batch = next(batches, _END)
-            ends = batch is _END
-            if ends is bool(order.asked):
-                raise RuntimeError(
-                    f"{type(self.loader).__name__} yielded {'fewer' if ends else 'more'} batches than its batch_sampler"
-                    " was asked for, so split_batches=True cannot tell which samples a batch holds. Wrap it in an"
-                    " iterable of your own, whose batches are split once they are collated."
-                )
-            if ends:
-                return order.finish()
-            yield batch.part if isinstance(batch, Collated) else batch, order.asked.popleft()
+            if batch is _END:
+                if order.pending:
+                    raise RuntimeError(self._other_number_of_batches("fewer"))
+                order.finish()
+                return
+            if not order.pending:
+                raise RuntimeError(self._other_number_of_batches("more"))
+            part = batch
+            if isinstance(batch, Collated):
+                part = batch.part
+            yield ReadBatch(part, order.pending.popleft())
+
+    def _other_number_of_batches(self, fewer_or_more: str) -> str:
+        return (
+            f"{type(self.loader).__name__} yielded {fewer_or_more} batches than its batch_sampler"
+            " was asked for, so split_batches=True cannot tell which samples a batch holds. Wrap it in an"
+            " iterable of your own, whose batches are split once they are collated."
+        )
 
     def describe(self) -> str:
         """Return one line that says what is done with the loader."""
-        samplers = " and ".join(type(each).__name__ for each in loader_samplers(self.loader))
+        samplers = " and ".join(type(sampler).__name__ for sampler in loader_samplers(self.loader))
+        with_samplers = ""
+        if samplers:
+            with_samplers = f" with its {samplers}"
+        reads = "each rank loads its own samples only"
+        if self._indices is None:
+            reads = "every rank reads whole batches"
         return (
-            f"{type(self.loader).__name__}{f' with its {samplers}' if samplers else ''}: used as it is, its batches are"
-            f" the global batches, in {self.split.chunks} chunks on {self.split.world_size} ranks;"
-            f" {'every rank reads whole batches' if self._indices is None else 'each rank loads its own samples only'}"
+            f"{type(self.loader).__name__}{with_samplers}: used as it is, its batches are"
+            f" the global batches, in {self.split.chunks} chunks on {self.split.world_size} ranks; {reads}"
         )
 
 
-_ALONE = (
+def _is_read_in_parts(loader: object, split: Split) -> bool:
+    """Return whether a rank can load its own samples only. The module's docstring has the cases."""
+    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
+        return False
+    if isinstance(loader.dataset, IterableDataset):
+        return False
+    if not split.whole:
+        return True
+    # The user's word is needed: whether a dataset draws, as augmentation does, cannot be seen.
+    draws_nothing = any(getattr(owner, "draws_no_random_numbers", False) for owner in (loader, loader.dataset))
+    return draws_nothing and loader.collate_fn is default_collate and _iterates_as_torch(loader)
+
+
+def _iterates_as_torch(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader has no `__iter__` of its own, which may change batches after they are collated."""
+    return type(loader).__iter__ is DataLoader.__iter__
+
+
+def _attributes_to_replace(
+    loader: DataLoader[Any], split: Split, indices: SharedIndices | None, world: World
+) -> dict[str, Any]:
+    """Return the attributes in which the loader that is read, a copy, differs from the user's.
+
+    Args:
+        loader: The user's loader.
+        split: How its batches are split.
+        indices: What yields this rank's indices where it is read in parts, or None.
+        world: The ranks that read it.
+    """
+    replaced: dict[str, Any] = {}
+    if indices is not None:
+        replaced["batch_sampler"] = indices
+        if world.rank > 0:
+            # The seed of workers is drawn from the rank's own stream, so that no two ranks draw the same augmentation
+            # (`test_no_two_ranks_augment_alike`).
+            replaced["generator"] = None
+    if loader.batch_sampler is None or not _iterates_as_torch(loader):
+        # Without batches there is nothing to collate, and an `__iter__` of the user's expects what their collate_fn
+        # returns. `_read_together` cuts what comes out.
+        return replaced
+    if indices is None:
+        replaced["collate_fn"] = PartCollator(loader.collate_fn, split)
+    elif split.max_samples is not None:
+        # The rank's samples are the whole batch here, to be cut into pieces.
+        replaced["collate_fn"] = PartCollator(loader.collate_fn, Split(max_samples=split.max_samples))
+    return replaced
+
+
+_WITHOUT_SPLITTING = (
     "leave split_batches, equivalent_to and num_replicas out, and every rank trains on its own batches: with"
     " reduction='weighted_mean' it gives the mean over all samples, however many a rank has."
 )
 
 
-def _require_splittable(loader: Any, world: World, *, shared: bool) -> None:
-    """Raise on all ranks if the loader cannot be split on some, or they differ."""
-    dealing = getattr(distributed_sampler(loader), "num_replicas", 0)
-    name, workers = type(loader).__name__, getattr(loader, "num_workers", None)
+def _require_splittable(loader: object, world: World, *, in_parts: bool) -> None:
+    """Raise on all ranks if the loader cannot be split on some, or they differ. A collective operation."""
 
     def contribute() -> Contribution:
-        problems = {
-            f"{name} or its dataset {type(getattr(loader, 'dataset', None)).__name__} has sharded_by_rank = True: the"
-            " ranks' batches are not one batch, which can be shared out. Remove the attribute and have every rank read"
-            f" the same data; or {_ALONE}": is_sharded(loader),
-            f"the train loader has a DistributedSampler for {dealing} replicas, but with split_batches=True the"
-            " loader's batches are the global batches, which the strategy splits. Give the loader the sampler of a run"
-            " on one device. Where a library adds this sampler automatically for every DDPStrategy,"
-            f" {_ALONE}": dealing > 0,
-            "in_order=False lets the workers hand over batches in an order of their own, so the ranks' chunks would not"
-            " make up one batch. Use in_order=True with split_batches=True.": (
-                bool(workers) and not getattr(loader, "in_order", True)
-            ),
-        }
-        if found := [problem for problem, applies in problems.items() if applies]:
-            raise ValueError(found[0])
-        read = (
-            f"batch size {loader_batch_size(loader)}, length {length_of(loader)}, {'whole' if shared else 'in parts'}"
-        )
-        # Ranks that prefetch differently would ask for their indices at different times.
-        ahead = f"num_workers={workers}, prefetch_factor={getattr(loader, 'prefetch_factor', None)}"
-        return Contribution([f"{read}, {ahead}"])
+        _require_splittable_here(loader)
+        how = "in parts" if in_parts else "whole"
+        # Ranks that prefetch differently would ask for their indices at different times, and wait for each other.
+        workers = getattr(loader, "num_workers", None)
+        prefetch_factor = getattr(loader, "prefetch_factor", None)
+        read = f"batch size {loader_batch_size(loader)}, length {length_of(loader)}, {how}"
+        return Contribution([f"{read}, num_workers={workers}, prefetch_factor={prefetch_factor}"])
 
     world.agree("the ranks' train loaders cannot be split", contribute)
 
 
-def _may_be_read_in_parts(loader: DataLoader[Any]) -> bool:
-    """Whether the parts of a batch are the same if only they are read: no sample or batch depends on another."""
-    said = any(getattr(owner, "draws_no_random_numbers", False) for owner in (loader, loader.dataset))
-    return said and loader.collate_fn is default_collate and type(loader).__iter__ is DataLoader.__iter__
+def _require_splittable_here(loader: object) -> None:
+    """Raise on this rank if its loader cannot be split."""
+    name = type(loader).__name__
+    if is_sharded(loader):
+        raise ValueError(
+            f"{name} or its dataset {type(getattr(loader, 'dataset', None)).__name__} has sharded_by_rank = True: the"
+            " ranks' batches are not one batch, which can be shared out. Remove the attribute and have every rank read"
+            f" the same data; or {_WITHOUT_SPLITTING}"
+        )
+    sampler = distributed_sampler(loader)
+    if sampler is not None:
+        raise ValueError(
+            f"the train loader has a DistributedSampler for {sampler.num_replicas} replicas, but with"
+            " split_batches=True the loader's batches are the global batches, which the strategy splits. Give the"
+            " loader the sampler of a run on one device. Where a library adds this sampler automatically for every"
+            f" DDPStrategy, {_WITHOUT_SPLITTING}"
+        )
+    # Torch has `in_order` since 2.6. It changes nothing without workers.
+    if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
+        raise ValueError(
+            "in_order=False lets the workers hand over batches in an order of their own, so the ranks' chunks would not"
+            " make up one batch. Use in_order=True with split_batches=True."
+        )
 
 
 def split_batches(loader: Any, *, group: dist.ProcessGroup | None = None) -> SplitLoader:

@@ -1,196 +1,171 @@
 """The order of one pass over a training loader: that of one process with the random state of rank 0.
 
-A pass draws from that state at two moments: when its iterator is made, where workers and some samplers draw, and when
-the first batch is asked for, where most samplers draw. Hooks and other loaders may draw in between. From there the pass
-goes on independently of them, and of the number of ranks.
-
-A checkpoint holds what the pass drew from, and the number of loader batches that training stepped on. To resume, the
-pass is repeated from the same states, and that many batches are passed over; a digest proves that they are the same.
+A checkpoint holds what the pass drew from, and how many loader batches training has stepped on. To resume, the pass is
+repeated from the same states, and that many batches are passed over. A digest proves that they are the same batches.
+`draws.py` says what a pass draws, and when.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from hashlib import blake2b
 from itertools import islice
-from typing import Any, Literal, NamedTuple, NoReturn, TypedDict
+from typing import Any, NamedTuple, TypedDict, cast
 
-import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from lightning_gradavg._lightning.loaders import length_of, loader_parts, loader_samplers
+from lightning_gradavg._lightning.loaders import length_of
 from lightning_gradavg._support.collectives import World
-from lightning_gradavg._support.random_state import RandomState, RandomStream, forked, random_state
 from lightning_gradavg._support.tree import data_digest
 from lightning_gradavg.batches.chunks import Chunk, Split
+from lightning_gradavg.batches.draws import Draw, PassDraws, Snapshot, Sources
 
-__all__ = ["Behind", "LoaderState", "Order", "Place", "SharedIndices", "Sources", "loader_state"]
+__all__ = ["BatchRecord", "LoaderState", "Order", "PassPosition", "SharedIndices", "loader_state"]
 
 _BLOCK = 256
-"""Batches of indices that are sent at once, where the sampler draws no random numbers and sees nothing of training."""
+"""Most batches of indices that are sent at once. Blocks grow to it from one, so that the first batch comes soon."""
 
 # They draw from a global generator for their first index only, whatever happens between the batches.
 _DRAW_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
-class Snapshot(TypedDict):
-    """What draws depend on: rank 0's random state, and the loader's own generators."""
-
-    random: RandomState
-    generators: list[Tensor]
-
-
 class LoaderState(TypedDict):
-    """Where training stands in a loader: what determines the pass, and how far training is in it."""
+    """What a checkpoint holds of a loader: what determines the pass in progress, and how far training is in it."""
 
     snapshots: dict[str, Snapshot]  # what the pass drew from, by moment; none after a complete epoch
-    samplers: list[Any]  # the states of samplers before the pass
-    now: Snapshot
+    samplers: list[object]  # the states of stateful samplers before the pass
+    now: Snapshot  # what the resumed run goes on drawing from
     batches: int  # loader batches of the pass that were stepped on
     digest: str  # of the digests of these batches
 
 
-def loader_state(saved: Any) -> LoaderState:
+def loader_state(saved: Mapping[str, Any]) -> LoaderState:
     """Return what a checkpoint holds of a loader, which 0.1.0 wrote in another form."""
     if "passes" not in saved:
-        return saved  # type: ignore[no-any-return]  # read from a file
-    begun = next(iter(saved["passes"]), {"snapshots": {}, "objects": saved["objects"]})
+        return cast("LoaderState", saved)
+    # 0.1.0 listed the passes in progress, at most one, and none after a complete epoch.
+    snapshots: dict[str, Snapshot] = {}
+    samplers = saved["objects"]
+    if saved["passes"]:
+        snapshots = saved["passes"][0]["snapshots"]
+        samplers = saved["passes"][0]["objects"]
     return LoaderState(
-        snapshots=begun["snapshots"],
-        samplers=begun["objects"],
+        snapshots=snapshots,
+        samplers=samplers,
         now=Snapshot(random=saved["random"], generators=saved["generators"]),
         batches=saved["batches"],
         digest=saved["digest"],
     )
 
 
-class Sources:
-    """What the order of a loader depends on beside global random states: generators, and samplers with a state."""
+class PassPosition(NamedTuple):
+    """How far a pass is."""
 
-    def __init__(self, loader: Any) -> None:
-        owned = [getattr(part, "generator", None) for part in loader_parts(loader)]
-        self._generators = list({id(each): each for each in owned if isinstance(each, torch.Generator)}.values())
-        self._samplers = [each for each in loader_samplers(loader) if hasattr(each, "load_state_dict")]
-
-    def snapshot(self) -> Snapshot:
-        """Return what draws of this process depend on now."""
-        return Snapshot(random=random_state(), generators=[each.get_state() for each in self._generators])
-
-    def samplers(self) -> list[Any]:
-        """Return the states of samplers."""
-        return [copy.deepcopy(each.state_dict()) for each in self._samplers]
-
-    def load(self, generators: Sequence[Tensor], samplers: Sequence[Any] = ()) -> None:
-        """Give generators and samplers their states."""
-        for generator, drawn in zip(self._generators, generators, strict=False):
-            generator.set_state(drawn)
-        for sampler, state in zip(self._samplers, samplers, strict=False):
-            sampler.load_state_dict(copy.deepcopy(state))
+    batches: int  # loader batches that were read
+    digest: str  # of the digests of these batches; empty before the first
 
 
-class Place(NamedTuple):
-    """A place in a pass: how many loader batches were read, and the digest of their digests."""
+class BatchRecord(NamedTuple):
+    """What is known of a loader batch that was read. A batch is of the user's own type, and cannot carry it."""
 
-    batches: int
-    digest: str
-
-
-class Behind(NamedTuple):
-    """What stands behind a batch: its samples of the loader batch, and the places before and after it in a pass."""
-
-    chunk: Chunk
-    order: Order
-    before: Place
-    after: Place
+    chunk: Chunk  # this rank's samples of the batch
+    order: Order  # of the pass that read it
+    before: PassPosition
+    after: PassPosition
 
 
 class Order:
     """The order of one pass over a loader. Making it is a collective operation.
 
-    Where reading is `shared`, all ranks draw the same numbers. Otherwise rank 0 draws what one process draws, and each
-    other rank from a stream of its own, so that no two ranks draw the same augmentation.
+    `record` is called for each loader batch in turn, and `finish` at the end of the pass.
+
+    Args:
+        loader: The user's loader.
+        world: The ranks that read it.
+        state: Where a pass to be repeated has begun, and how many batches to pass over; None for a new pass. What a
+            new pass draws from is written into its snapshots, which all passes from this state share.
+        shared: Whether all ranks read the same batches; else each rank reads its own samples.
 
     Attributes:
-        start: Where the pass begins: loader batches before it are passed over.
-        place: Where reading is.
-        asked: What stands behind the batches whose indices were asked for, and which are still to come.
-        snapshots: What the pass drew from, by moment: complete once its first batch was asked for.
-        samplers: The states of samplers before the pass.
+        start: Where training begins in the pass: loader batches before it are passed over.
+        position: Where reading is.
+        pending: The records of the batches whose indices were asked for, and which are still to come from the loader.
+        draws: The random stream of the pass.
+        sampler_states: The states of stateful samplers before the pass.
     """
 
-    def __init__(self, loader: Any, world: World, state: LoaderState | None, *, shared: bool) -> None:
-        self.world, self._shared, self.forks = world, shared, not shared and world.rank > 0
-        self._sources, self._sized = Sources(loader), length_of(loader) < math.inf
-        self.start, self.place, self.snapshots = Place(0, ""), Place(0, ""), dict[str, Snapshot]()
+    def __init__(self, loader: object, world: World, state: LoaderState | None, *, shared: bool) -> None:
+        self.world = world
+        self._shared = shared
+        self._has_length = length_of(loader) < math.inf
+        self._hash = blake2b(digest_size=16)  # of the digests of the batches so far
+        self.start = PassPosition(0, "")
+        self.position = PassPosition(0, "")
+        self.pending: deque[BatchRecord] = deque()
+        sources = Sources(loader)
+        snapshots: dict[str, Snapshot] = {}
         if state is not None:
-            self.start, self.snapshots = Place(state["batches"], state["digest"]), state["snapshots"]
-            self._sources.load(state["now"]["generators"], state["samplers"])
-        self.samplers = self._sources.samplers()
-        self._hash, self.stream, self.asked = blake2b(digest_size=16), RandomStream(), deque[Behind]()
-        self.draw_on("begin")
-        if self.forks:
-            self.stream.state = forked(self.stream.state, world.rank)
-
-    def draw_on(self, moment: Literal["begin", "first"]) -> None:
-        """Have further draws start from rank 0's random state, or from where the pass to go through again drew.
-
-        A collective operation at `begin`, and where the ranks draw the same numbers. Within a draw, as where worker
-        processes are fed their first indices, the state is the pass's already.
-        """
-        if moment not in self.snapshots:
-            now = self._sources.snapshot()
-            if not self.stream.drawing_now and (self._shared or moment == "begin"):
-                now = self.world.from_first(now)
-            self.snapshots[moment] = now
-        drawn = self.snapshots[moment]
-        self.stream.state = drawn["random"]
-        if not self.forks:
-            self._sources.load(drawn["generators"])
+            self.start = PassPosition(state["batches"], state["digest"])
+            snapshots = state["snapshots"]
+            sources.load_generators(state["now"]["generators"])
+            sources.load_samplers(state["samplers"])
+        self.sampler_states = sources.sampler_states()
+        self.draws = PassDraws(world, sources, snapshots, shared=shared)
+        self.draws.begin()
 
     def drawing(self) -> AbstractContextManager[None]:
-        """Draw from the random state of the pass inside.
+        """Draw from the random stream of the pass inside."""
+        # While batches are passed over, the own state is the one to resume, which has moved on with them already.
+        passes_over = self.position.batches < self.start.batches
+        return self.draws.drawing(apart=passes_over)
 
-        While batches are passed over, every rank has its own state back at the end: that of the resumed run.
+    def record(self, digest: bytes, chunk: Chunk) -> BatchRecord | None:
+        """Count the next loader batch; return its record, or None if it is passed over.
+
+        Where all ranks read the same, they compare some batches, a collective operation:
+
+        - of a loader without length, every batch: a rank whose loader ends early and one whose loader goes on meet
+          there, and do not wait for each other forever;
+        - of a loader with a length, batches 1, 2, 4, 8, ...;
+        - the last one that is passed over.
+
+        Raises:
+            RuntimeError: If the batches differ between the ranks, or are not those of the checkpoint.
         """
-        return self.stream.drawing(apart=self.place.batches < self.start.batches)
-
-    def follow(self, before: RandomState, after: RandomState) -> None:
-        """Move on as rank 0 did, which drew, if this rank's state was rank 0's.
-
-        A model expects that ranks with equal seeds keep drawing equal numbers.
-        """
-        if self.forks:
-            self.stream.pull(before, after)
-
-    def note(self, key: bytes, chunk: Chunk) -> Behind | None:
-        """Note the next loader batch by its digest; return what stands behind it, None if it is to be passed over.
-
-        Where all ranks read, they compare some batches, a collective operation; without a known length every batch, so
-        that a rank that ends early and one that goes on meet here.
-        """
-        self._hash.update(key)
-        before, number = self.place, self.place.batches + 1
-        self.place = Place(number, self._hash.hexdigest())
-        resumes, is_power_of_2 = number == self.start.batches, number & (number - 1) == 0
-        if number >= self.start.batches and (resumes or not self._sized or is_power_of_2):
-            self._compare(f"batch {number}" + ", the last that the checkpoint counts" * resumes)
-        if resumes and self.place != self.start:
-            self._refuse("are not those of the checkpoint")
-        return Behind(chunk, self, before, self.place) if number > self.start.batches else None
+        self._hash.update(digest)
+        before = self.position
+        number = before.batches + 1
+        self.position = PassPosition(number, self._hash.hexdigest())
+        if number < self.start.batches:
+            return None
+        if number == self.start.batches:
+            self._compare(f"batch {number}, the last that the checkpoint counts")
+            if self.position != self.start:
+                raise RuntimeError(self._not_resumable("are not those of the checkpoint"))
+            return None
+        is_power_of_2 = number & (number - 1) == 0
+        if is_power_of_2 or not self._has_length:
+            self._compare(f"batch {number}")
+        return BatchRecord(chunk, self, before, self.position)
 
     def finish(self) -> None:
-        """Raise if some batches to pass over are missing, or ranks that all read had others."""
-        self._compare(f"the end after batch {self.place.batches}")
-        if self.place.batches < self.start.batches:
-            self._refuse(f"are missing, it ends after {self.place.batches}")
+        """End the pass. A collective operation where all ranks read the same.
+
+        Raises:
+            RuntimeError: If the loader ends earlier than on another rank, or than the checkpoint counts.
+        """
+        self._compare(f"the end after batch {self.position.batches}")
+        if self.position.batches < self.start.batches:
+            raise RuntimeError(self._not_resumable(f"are missing, it ends after {self.position.batches}"))
 
     def _compare(self, what: str) -> None:
-        if self._shared and not _equal(self.world, self._hash.digest()):
+        if not self._shared:
+            return
+        if not _equal_on_all_ranks(self.world, self._hash.digest()):
             raise RuntimeError(
                 f"the train loader does not yield the same batches on all ranks: found at {what} of this epoch. Every"
                 " rank takes its part of the same batch. Make dataset and collate_fn independent of the rank, and have"
@@ -199,9 +174,9 @@ class Order:
                 " leave split_batches, equivalent_to and num_replicas out."
             )
 
-    def _refuse(self, found: str) -> NoReturn:
+    def _not_resumable(self, found: str) -> str:
         batches = self.start.batches
-        raise RuntimeError(
+        return (
             f"the checkpoint was saved after {batches} batches of its epoch, but the first {batches} batches of the"
             f" train loader {found}: going on would train on some samples twice and on others never. Resume with the"
             " dataset, batch size and sampler of that run. A sampler whose order does not come from `generator=` or the"
@@ -210,70 +185,100 @@ class Order:
         )
 
 
+class _Block(NamedTuple):
+    """What rank 0 sends of its sampler at once."""
+
+    batches: list[list[object]]  # the indices of each loader batch
+    draw: Draw  # what the sampler has drawn for them
+    error: str  # the repr of what it raised after them; empty if nothing
+
+
 class SharedIndices:
-    """The batch sampler of a copy of the loader: this rank's part of what rank 0's yields, which is sent in blocks."""
+    """A batch sampler that yields this rank's part of each batch of rank 0's sampler.
+
+    The loader that is read, a copy of the user's, has it for its `batch_sampler`. `SplitLoader` sets `order` before it
+    makes an iterator of that loader. Each block of indices is a collective operation: all ranks ask for it, rank 0
+    reads its sampler, and the others take no part in the draw.
+    """
 
     order: Order  # of the next pass
-    _raised: Exception | None = None  # by rank 0's, on that rank
 
     def __init__(self, batch_sampler: Any, split: Split) -> None:
-        self._batch_sampler, self._split = batch_sampler, split
+        self._batch_sampler = batch_sampler  # the user's: any iterable with a length, or without
+        self._split = split
+        self._raised: Exception | None = None  # by the sampler of rank 0, on that rank
         inner = getattr(batch_sampler, "sampler", None)
+        # Exact types: a subclass may draw whenever it likes.
         self._draws_once = type(batch_sampler) is BatchSampler and type(inner) in _DRAW_ONCE
 
     def __len__(self) -> int:
         return len(self._batch_sampler)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         order = self.order
-        with order.drawing():
-            batches = iter(self._batch_sampler) if order.world.rank == 0 else iter(())
-        return self._own(self._of_rank_0(batches, order), order)
+        batches: Iterator[object] = iter(())
+        if order.world.rank == 0:
+            with order.drawing():  # a sampler may draw when its iterator is made
+                batches = iter(self._batch_sampler)
+        return self._parts(self._batches_of_rank_0(batches, order), order)
 
-    def _of_rank_0(self, batches: Iterator[Any], order: Order) -> Iterator[Any]:
-        """Yield what rank 0's sampler yields, on all ranks."""
-        first, size, read = order.world.rank == 0, 1, 0
-        if first:
-            order.draw_on("first")
+    def _batches_of_rank_0(self, batches: Iterator[object], order: Order) -> Iterator[list[object]]:
+        """Yield the indices of each loader batch, which rank 0 sends to all ranks."""
+        world = order.world
+        if world.rank == 0:
+            order.draws.begin_reading()
+        size = 1
+        read = 0
         while True:
-            own = self._next_block(batches, size, order) if first else None
-            block, error, moved = order.world.from_first(own)
-            order.follow(*moved)
-            yield from block
-            if error:
-                told = f"the batch sampler of rank 0, whose order counts, raised {error}"
-                raise self._raised or RuntimeError(told)
-            if len(block) < size:
+            block = None
+            if world.rank == 0:
+                block = self._next_block(batches, size, order)
+            block = world.from_first(block)
+            order.draws.follow(block.draw)
+            yield from block.batches
+            if block.error:
+                if self._raised is not None:
+                    raise self._raised
+                raise RuntimeError(f"the batch sampler of rank 0, whose order counts, raised {block.error}")
+            if len(block.batches) < size:
                 return
             read += size
-            # Not past the last batch: samplers draw from their generator again if they are asked for one more.
-            size = max(1, min(2 * size, _BLOCK, len(self) - read)) if self._draws_once else 1
+            # Any other sampler is asked for one batch at a time: it may draw for each, or look at how training goes.
+            if self._draws_once:
+                # Not past the last batch: samplers draw from their generator again if they are asked for one more.
+                size = max(1, min(2 * size, _BLOCK, len(self) - read))
 
-    def _next_block(self, batches: Iterator[Any], size: int, order: Order) -> tuple[list[Any], str, Any]:
-        """Return the next indices, what was raised after them, and the random states before and after."""
-        block, error = list[Any](), ""
+    def _next_block(self, batches: Iterator[object], size: int, order: Order) -> _Block:
+        """Read up to so many batches of rank 0's sampler."""
+        block: list[list[object]] = []
+        error = ""
         with order.drawing():
             try:
                 block.extend(_listed(indices) for indices in islice(batches, size))
-            except Exception as raised:  # noqa: BLE001  # the other ranks would wait for it
-                self._raised, error = raised, repr(raised)
-        return block, error, order.stream.moved
+            except Exception as raised:  # noqa: BLE001  # the other ranks wait for this block, and raise as well
+                self._raised = raised
+                error = repr(raised)
+        return _Block(block, order.draws.last_draw, error)
 
-    def _own(self, batches: Iterator[Any], order: Order) -> Iterator[Any]:
+    def _parts(self, batches: Iterator[list[object]], order: Order) -> Iterator[list[object]]:
         """Yield the indices that this rank loads, and pass over batches that were trained on."""
         for indices in batches:
             chunk = self._split.cut(len(indices))
-            behind = order.note(data_digest(indices), chunk)
-            if behind is not None:
-                order.asked.append(behind)
+            record = order.record(data_digest(indices), chunk)
+            if record is not None:
+                order.pending.append(record)
                 yield indices[chunk.start : chunk.stop]
 
 
 def _listed(indices: Any) -> list[Any]:
-    listed: list[Any] = indices.tolist() if isinstance(indices, Tensor) else list(indices)
-    return listed
+    """Return the indices of a batch, which a sampler yields as a tensor, a list or any iterable, as a list."""
+    if isinstance(indices, Tensor):
+        listed: list[Any] = indices.tolist()
+        return listed
+    return list(indices)
 
 
-def _equal(world: World, digest: bytes) -> bool:
+def _equal_on_all_ranks(world: World, digest: bytes) -> bool:
+    # 64 bits do: they guard against mistakes, not against forgery.
     rows = world.gather_integers([int.from_bytes(digest[:8], "little", signed=True)])
     return all(row == rows[0] for row in rows)

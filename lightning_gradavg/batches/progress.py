@@ -1,15 +1,23 @@
 """The loaders that Lightning reads in training, and where training stands in them, in batches that were stepped on.
 
-A batch reaches the user's hooks in the user's own type, so nothing can travel inside it. What stands behind it is found
-by its number in the epoch when it arrives in training: reading fills the map, looking at a batch changes nothing, and
+A batch reaches the user's hooks in the user's own type, so nothing can travel inside it. Its record is found by its
+number in the epoch when the batch arrives in training. Reading adds records; looking at a batch changes nothing, and
 what was fetched ahead or failed is not counted.
+
+For each batch, Lightning calls in this order:
+
+1. `TrainingIterator.__next__`, perhaps one batch ahead: the record is added;
+2. the hooks that move the batch to the device;
+3. `Progress.arrive`, by the strategy's own callback, the first in `on_train_batch_start`: the record is found;
+4. the training step, and perhaps the optimizer's;
+5. `TrainingLoader.state_dict`, where a checkpoint is saved.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,141 +27,188 @@ from lightning_gradavg._lightning.internals import TrainingLoop
 from lightning_gradavg._lightning.loaders import LoaderWrapper, length_of, user_loader
 from lightning_gradavg._support.collectives import World
 from lightning_gradavg._support.device import Tally
-from lightning_gradavg._support.random_state import RandomState, random_state, restore_random_state
 from lightning_gradavg.batches.chunks import Split
+from lightning_gradavg.batches.draws import RunDraws, RunPhase, Sources
 from lightning_gradavg.batches.loader import Pass, SplitLoader
-from lightning_gradavg.batches.order import Behind, LoaderState, Sources
+from lightning_gradavg.batches.order import BatchRecord, LoaderState, Order, PassPosition
 from lightning_gradavg.faults.drift import SameData
 
-__all__ = ["JoinedLoader", "NumberedLoader", "Progress", "join"]
+__all__ = ["JoinedLoader", "Progress", "TrainingLoader", "join"]
 
-_END = object()
+_END = object()  # not None, which a user's loader may yield
 
-
-Numbers: TypeAlias = WeakKeyDictionary[Any, dict[int, Any]]
-"""What stands behind the batches of a loader, by epoch and number; weak, so that workers of an epoch left can end."""
+_Record = TypeVar("_Record")
 
 
-def _note(numbers: Numbers, epoch: Any, behind: Any, *, first: int = 0) -> None:
-    """Note what stands behind the next batch of an epoch."""
-    of_epoch = numbers.setdefault(epoch, {})
-    number = max(of_epoch, default=first - 1) + 1
-    of_epoch[number] = behind
-    of_epoch.pop(number - 2, None)  # one batch is fetched ahead where the length is unknown
+class Records(Generic[_Record]):
+    """The records of the batches of a loader that were fetched last, by epoch and number.
+
+    An epoch is the object by which Lightning reads it, `TrainingLoop.epoch`. It is held weakly, so that the worker
+    processes of an epoch that was left early end with it.
+    """
+
+    def __init__(self) -> None:
+        self._of_epochs: WeakKeyDictionary[object, dict[int, _Record]] = WeakKeyDictionary()
+
+    def add(self, epoch: object, record: _Record, *, first: int = 0) -> None:
+        """Add the record of the next batch. `first` is the number of the first batch of a resumed epoch."""
+        records = self._of_epochs.setdefault(epoch, {})
+        number = first
+        if records:
+            number = max(records) + 1
+        records[number] = record
+        # Two are kept: of a loader without length, Lightning fetches one batch ahead of the one in training.
+        records.pop(number - 2, None)
+
+    def get(self, epoch: object, number: int) -> _Record | None:
+        """Return the record of a batch, or None if the loader had no batch of that number."""
+        return self._of_epochs.get(epoch, {}).get(number)
 
 
 class Progress:
-    """How far a run is, the random state before the window in training, and that of a resumed run to go on with.
+    """How far a run is, for all its loaders.
 
     Attributes:
-        before_window: The random state before the first batch of the window was moved to the device.
-        after_read: The random state after the last read.
-        moves: Whether a batch was read that is not in training yet: it is moved to the device, or failed there.
+        loop: Lightning's training loop.
+        draws: The random states that checkpoints need.
     """
 
     def __init__(self, loop: TrainingLoop) -> None:
         self.loop = loop
-        self.before_window = self.after_read = random_state()
-        self.moves = False
-        self._random: RandomState | None = None  # of a resumed run that is being set up
+        self.draws = RunDraws()
 
-    def arrive(self, number: int, loaders: Sequence[NumberedLoader], behind: Sequence[Behind | None]) -> None:
-        """Note what stands behind a batch that arrived, perhaps the first of a window."""
-        begins = number % self.loop.accumulation == 0
-        # Not the state of now: a resumed run moves the batch to the device again, and the user's hooks may draw there.
-        self.before_window = self.after_read if begins else self.before_window
-        self.moves = False
-        for loader, now in zip(loaders, behind, strict=True):
-            loader.start, loader.now = None, now
-            loader.window = now if begins else loader.window
+    def arrive(self, number: int, loaders: Sequence[TrainingLoader], records: Sequence[BatchRecord | None]) -> None:
+        """Begin to train on a batch of this number in its epoch.
 
-    def go_on(self, random: RandomState) -> None:
-        """Go on with the random state of a checkpoint. Until a resumed run is set up, only what it reads may draw."""
-        self._random = random
-        restore_random_state(random)
-
-    def note_draws(self) -> None:
-        """Note that Lightning read: the last time before a batch arrives, or while a resumed run is set up."""
-        self.after_read = random_state()
-        self.moves = True
-        if self._random is not None:
-            self._random = self.after_read
-
-    def end_set_up(self) -> None:
-        """Go on where the last read left the random state, before hooks of the resumed run may draw.
-
-        Lightning makes and drops iterators of training and validation loaders before that, which draw.
+        Args:
+            number: The number of the batch in its epoch.
+            loaders: The loaders of the run.
+            records: The record of the batch of each loader, None where it has no more.
         """
-        if self._random is not None:
-            restore_random_state(self._random)
-            self._random = None
+        begins_window = number % self.loop.accumulation == 0
+        self.draws.note_arrival(begins_window=begins_window)
+        for loader, record in zip(loaders, records, strict=True):
+            loader.start = None
+            loader.current = record
+            if begins_window:
+                loader.window_start = record
 
 
-class NumberedLoader(SplitLoader):
+class TrainingLoader(SplitLoader):
     """A split loader that Lightning reads. A checkpoint holds its place, in loader batches, for any world size.
 
     Attributes:
-        behind: What stands behind the batches that were fetched.
-        now: What stands behind the batch in training; None where the loader has no more, or before the first.
-        window: What stands behind the first batch of its window.
-        start: Where the next passes begin, until something is trained on.
+        progress: How far the run is.
+        records: The records of the batches that were fetched.
+        current: The record of the batch in training; None before the first, and where the loader has no more.
+        window_start: The record of the first batch of its window.
+        start: Where the next passes begin in a resumed run, until a batch is trained on; else None.
     """
 
-    _loaded: LoaderState  # of the checkpoint that the run resumes
+    _loaded: LoaderState  # of the checkpoint, unchanged, as long as `start` is set
 
-    def __init__(self, loader: Any, split: Split, world: World, progress: Progress) -> None:
+    def __init__(self, loader: object, split: Split, world: World, progress: Progress) -> None:
         super().__init__(loader, split, world)
-        self.progress, self.behind = progress, Numbers()
-        self.now: Behind | None = None
-        self.window: Behind | None = None
+        self.progress = progress
+        self.records: Records[BatchRecord] = Records()
+        self.current: BatchRecord | None = None
+        self.window_start: BatchRecord | None = None
         self.start: LoaderState | None = None
 
-    def __iter__(self) -> NumberedIterator:
-        return NumberedIterator(self)
+    def __iter__(self) -> TrainingIterator:
+        return TrainingIterator(self)
 
     def state_dict(self) -> LoaderState:
         """Return where training stands: after the last batch that an optimizer stepped on.
 
-        An incomplete window is repeated.
+        | case | batches | random state of a resumed run |
+        |---|---|---|
+        | resumed, and nothing trained on yet | those of the loaded checkpoint | likewise |
+        | no pass is in progress: before the first, or after a complete epoch | 0 of a new pass | that of now |
+        | the last batch was stepped on | up to that batch | that of now; if the next was read, that after the read |
+        | an incomplete window, which is repeated | up to the batch before it | that before the window |
+        | no batch of the pass has arrived | those that the pass has passed over | that of now |
         """
         if self.start is not None:
             return self._loaded
-        progress, loop, sources = self.progress, self.progress.loop, Sources(self.loader)
-        state = LoaderState(snapshots={}, samplers=sources.samplers(), now=sources.snapshot(), batches=0, digest="")
-        order = next((each.begun.order for each in loop.iterators if each.loader is self and each.begun), None)
-        now, window = (each if each is not None and each.order is order else None for each in (self.now, self.window))
-        trained = loop.ready == loop.processed  # on the last batch that arrived
-        # The iterators of an epoch that is over are there until the next one's are made.
-        over = (trained and loop.epoch_ended) or (loop.ready == 0 and now is not None)
-        if order is None or over:
+        sources = Sources(self.loader)
+        state = LoaderState(
+            snapshots={}, samplers=sources.sampler_states(), now=sources.snapshot(), batches=0, digest=""
+        )
+        order = self._order_in_progress()
+        if order is None:
             return state
-        if now is not None and trained and loop.processed % loop.accumulation == 0:
-            place = now.after
-            if progress.moves:
-                state["now"]["random"] = progress.after_read
-        elif window is not None:
-            place, state["now"]["random"] = window.before, progress.before_window
+        loop = self.progress.loop
+        draws = self.progress.draws
+        current = _of_pass(order, self.current)
+        window_start = _of_pass(order, self.window_start)
+        is_trained_on = loop.ready == loop.processed  # the last batch that arrived
+        if is_trained_on and loop.epoch_ended:
+            return state
+        if loop.ready == 0 and current is not None:
+            # The epoch is over: its iterators stay until those of the next epoch are made, and so do these records.
+            return state
+        if current is not None and is_trained_on and loop.processed % loop.accumulation == 0:
+            position = current.after
+            if draws.phase is RunPhase.BETWEEN_BATCHES:
+                # A hook that moves the next batch saves or failed (`test_a_batch_that_could_not_be_moved_is_repeated`).
+                # The resumed run moves that batch once more, so what the hook has drawn is not kept.
+                state["now"]["random"] = draws.after_read
+        elif window_start is not None:
+            position = window_start.before
+            state["now"]["random"] = draws.before_window
         else:
-            place = order.start
-        batches, digest = place
-        return {**state, "snapshots": order.snapshots, "samplers": order.samplers, "batches": batches, "digest": digest}
+            position = order.start
+        return _state_within(state, order, position)
+
+    def _order_in_progress(self) -> Order | None:
+        """Return the order of the pass that Lightning reads in this epoch, None if none has begun."""
+        for iterator in self.progress.loop.iterators:
+            if iterator.loader is self and iterator.begun is not None:
+                order: Order = iterator.begun.order
+                return order
+        return None
 
     def load_state_dict(self, state_dict: LoaderState) -> None:
-        """Have the next passes go on from there."""
+        """Begin the next passes where the checkpoint was saved."""
         self._loaded = state_dict
-        # Passes note there what they draw from; saved with that, the end of an epoch would be taken for its begin.
+        # A copy, in which passes note what they draw from. Saved with that, the end of an epoch would be taken for its
+        # begin (`test_a_resumed_loader_that_saves_at_once_saves_what_it_has_loaded`).
         self.start = {**state_dict, "snapshots": dict(state_dict["snapshots"])}
-        self.progress.go_on(state_dict["now"]["random"])
+        self.progress.draws.resume(state_dict["now"]["random"])
 
 
-class NumberedIterator(Iterator[Any]):
+def _of_pass(order: Order, record: BatchRecord | None) -> BatchRecord | None:
+    """Return a record if it is of this pass, else None: of an earlier epoch, or an earlier cycle of a short loader."""
+    if record is None or record.order is not order:
+        return None
+    return record
+
+
+def _state_within(state: LoaderState, order: Order, position: PassPosition) -> LoaderState:
+    """Return the state of a loader within a pass."""
+    return LoaderState(
+        snapshots=order.draws.snapshots,
+        samplers=order.sampler_states,
+        now=state["now"],
+        batches=position.batches,
+        digest=position.digest,
+    )
+
+
+class TrainingIterator(Iterator[object]):
     """One pass over a loader that Lightning reads.
 
-    After a checkpoint, the pass begins when it is read: Lightning draws random numbers and sets the epoch of samplers
-    after it is made, and may drop it. Until something is trained on, every iterator resumes there.
+    In a resumed run, the pass begins when it is read, not when it is made: in between, Lightning draws random numbers,
+    sets the epoch of samplers, and may drop the iterator. Until a batch is trained on, every iterator begins at the
+    checkpoint.
+
+    Attributes:
+        loader: The loader.
+        begun: The pass, None before it begins.
     """
 
-    def __init__(self, loader: NumberedLoader) -> None:
+    def __init__(self, loader: TrainingLoader) -> None:
         self.loader = loader
         self.begun: Pass | None = None
         if loader.start is None:
@@ -165,48 +220,69 @@ class NumberedIterator(Iterator[Any]):
             self.begun = self.loader.begin(self.loader.start)
         return self.begun
 
-    def __next__(self) -> Any:
-        loader, progress = self.loader, self.loader.progress
-        epoch = progress.loop.epoch_of(self)  # None of a user, who looks at the data
+    def __next__(self) -> object:
+        loader = self.loader
+        progress = loader.progress
+        epoch = progress.loop.epoch_of(self)
+        if epoch is None:
+            # A user looks at the data, as by `next(iter(trainer.train_dataloader))`: nothing is noted.
+            return next(self.begin().items).part
         if self.begun is None:
-            # In the order in which they were made: they may draw from one random state.
-            for each in [self] if epoch is None else progress.loop.iterators:
-                each.begin()
-        batch, behind = next(self.begin().items, (_END, None))
-        if epoch is not None:
-            progress.note_draws()
-            if batch is _END:
-                loader.start = None  # The next pass, perhaps of the same epoch, is a new one.
-            else:
-                _note(loader.behind, epoch, behind, first=0 if loader.start is None else loader.start["batches"])
-        if batch is _END:
+            # In the order in which they were made: loaders may draw from one random state.
+            for iterator in progress.loop.iterators:
+                iterator.begin()
+        read = next(self.begin().items, None)
+        progress.draws.note_read()
+        if read is None:
+            loader.start = None  # The next pass, perhaps of the same epoch, is a new one.
             raise StopIteration
-        return batch
+        first = 0
+        if loader.start is not None:
+            first = loader.start["batches"]
+        loader.records.add(epoch, read.record, first=first)
+        return read.part
 
 
-class Fetched(NamedTuple):
-    """What stands behind a batch of a joined loader: whether it is the rank's own, and what all ranks have."""
+class FetchRecord(NamedTuple):
+    """What is known of a batch of a joined loader."""
 
-    own: bool
-    tally: Tally
+    has_batch: bool  # whether this rank has one; else it computes its last one again, as a stand-in
+    counts: Tally  # over all ranks: how many have a batch, and how many never had one
 
 
 class JoinedLoader(LoaderWrapper):
-    """A training loader that ends on all ranks at once; its length is that of the rank that has most, if all tell.
+    """A training loader that ends on all ranks at once. Each rank has batches of its own.
 
-    With each batch that a rank fetches it tells the others that it has one, and waits for nobody. A rank that has none
-    left waits for what the others say, and gets its last batch again as a *stand-in*, computed like any other, of
-    weight 0, as long as one of them has one. So all ranks train the same number of steps, and end the epoch together.
+    With each batch, a rank begins an exchange of who has one, and waits for nobody. A rank that has none left waits for
+    the exchange. As long as another rank has a batch, it gets its own last batch again as a *stand-in*, of weight 0. So
+    all ranks train the same number of steps, and end the epoch together.
+
+    Its length is that of the rank that has most batches, if all ranks know theirs.
+
+    Args:
+        loader: The user's loader.
+        world: All ranks.
+        device: Where the exchange runs.
+        loop: Lightning's training loop.
+        length: The largest length on any rank; infinity if a rank does not know its own.
+
+    Attributes:
+        records: What is known of the batches that were fetched.
     """
 
-    def __init__(self, loader: Any, world: World, device: torch.device, loop: TrainingLoop, length: float) -> None:
+    def __init__(self, loader: object, world: World, device: torch.device, loop: TrainingLoop, length: float) -> None:
         super().__init__(loader, read=loader, shown=loader, shared=False)
-        self.world, self.loop, self.behind = world, loop, Numbers()
-        self._device, self._length = device, length
-        self._last: Any = _END
+        self.world = world
+        self.loop = loop
+        self.records: Records[FetchRecord] = Records()
+        self._device = device
+        self._length = length
+        self._last: object = _END  # this rank's last batch, of any pass
+        described = f"batches of {type(loader).__name__}"
         dataset = getattr(loader, "dataset", None)
-        of = "" if dataset is None else f" over {type(dataset).__name__}"
-        self._same = SameData(f"batches of {type(loader).__name__}{of}")
+        if dataset is not None:
+            described = f"{described} over {type(dataset).__name__}"
+        self._same = SameData(described)
 
     def __iter__(self) -> JoinedIterator:
         return JoinedIterator(self, self._joined(iter(self._read)))
@@ -216,51 +292,73 @@ class JoinedLoader(LoaderWrapper):
             raise TypeError(f"{type(self.loader).__name__} has no length on all ranks")
         return int(self._length)
 
-    def _joined(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Fetched]]:
-        """Yield this rank's batches, and then its last one, until all ranks have had theirs. A collective operation."""
-        begins = own = True
+    def _joined(self, batches: Iterator[object]) -> Iterator[tuple[object, FetchRecord]]:
+        """Yield this rank's batches, and then its last one, until all ranks have had theirs.
+
+        Each is a collective operation. Ranks wait for it in the first round, where one may have no batch at all and
+        needs one of another rank, and from then on where they have none themselves.
+        """
+        is_first = True
+        has_batch = True
         while True:
-            batch = next(batches, _END) if own else _END
-            own = batch is not _END
-            self._last = batch if own else self._last
-            self._same.compare(batch if own else None)
+            batch: object = _END
+            if has_batch:
+                batch = next(batches, _END)
+            has_batch = batch is not _END
+            if has_batch:
+                self._last = batch
+            # Not the stand-in: it may be another rank's batch, which would be taken for the same data.
+            self._same.compare(batch if has_batch else None)
             with torch.profiler.record_function("GradAvg: exchange who has a batch"):
-                tally = Tally([own, self._last is _END], "sum", self._device, self.world.group)
-            if begins or not own:
+                counts = Tally([has_batch, self._last is _END], "sum", self._device, self.world.group)
+            if is_first or not has_batch:
                 with torch.profiler.record_function("GradAvg: wait for who has a batch"):
-                    having, lacking = tally.read()
-                if having == 0:
+                    ranks_with_batch, ranks_without_any = counts.read()
+                if ranks_with_batch == 0:
                     return
-                if lacking > 0:
-                    self._lend()
-            begins = False
-            yield self._last, Fetched(own, tally)
+                # In later rounds none can be without: it has got a batch in the first one, which it keeps.
+                if ranks_without_any > 0:
+                    self._share_last_batch()
+            is_first = False
+            yield self._last, FetchRecord(has_batch, counts)
 
-    def _lend(self) -> None:
-        """Give ranks that never had a batch the one of a rank that has. A collective operation."""
-        lent = self.world.gather_objects(None if self._last is _END else (self._last,))
-        if self._last is _END:
-            (self._last,) = next(one for one in lent if one is not None)
+    def _share_last_batch(self) -> None:
+        """Give ranks that never had a batch that of the first rank that has one. A collective operation."""
+        mine = None
+        if self._last is not _END:
+            mine = (self._last,)  # in a tuple, as a batch may be None
+        of_ranks = self.world.gather_objects(mine)
+        if mine is not None:
+            return
+        for shared in of_ranks:
+            if shared is not None:
+                (self._last,) = shared
+                return
 
 
-class JoinedIterator(Iterator[Any]):
+class JoinedIterator(Iterator[object]):
     """One pass over a joined loader."""
 
-    def __init__(self, loader: JoinedLoader, items: Iterator[tuple[Any, Fetched]]) -> None:
-        self.loader, self._items = loader, items
+    def __init__(self, loader: JoinedLoader, items: Iterator[tuple[object, FetchRecord]]) -> None:
+        self.loader = loader
+        self._items = items
 
-    def __next__(self) -> Any:
-        batch, fetched = next(self._items)
-        if (epoch := self.loader.loop.epoch_of(self)) is not None:
-            _note(self.loader.behind, epoch, fetched)
+    def __next__(self) -> object:
+        batch, record = next(self._items)
+        epoch = self.loader.loop.epoch_of(self)
+        if epoch is not None:  # else a user looks at the data
+            self.loader.records.add(epoch, record)
         return batch
 
 
-def join(loader: Any, world: World, device: torch.device, loop: TrainingLoop) -> Any:
+def join(loader: object, world: World, device: torch.device, loop: TrainingLoop) -> object:
     """Return a loader, joined unless all ranks are known to have as many batches. A collective operation."""
     loader = user_loader(loader)
-    # What a stream says of its length need not be so.
-    streams = isinstance(getattr(loader, "dataset", None), IterableDataset)
-    lengths = [length for (length,) in world.gather_floats([math.inf if streams else length_of(loader)])]
-    differ = len(set(lengths)) > 1 or math.inf in lengths
-    return JoinedLoader(loader, world, device, loop, max(lengths)) if world.size > 1 and differ else loader
+    length = length_of(loader)
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        length = math.inf  # what a stream says of its length need not be so
+    lengths = [of_rank for (of_rank,) in world.gather_floats([length])]
+    are_equal = math.inf not in lengths and len(set(lengths)) == 1
+    if world.size == 1 or are_equal:
+        return loader
+    return JoinedLoader(loader, world, device, loop, max(lengths))
