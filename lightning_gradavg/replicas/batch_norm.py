@@ -158,7 +158,8 @@ class _Normalize(torch.autograd.Function):
                 sums = without_discarded_nan(sums)
             else:
                 sums = torch.zeros_like(sums)  # not times 0: they may be NaN
-            with torch.profiler.record_function("GradAvg: exchange batch norm gradients"):
+            # Ours: the backward may run within `training_step`, as by `torch.autograd.grad`.
+            with ours(), torch.profiler.record_function("GradAvg: exchange batch norm gradients"):
                 dist.all_reduce(sums, group=ctx.world.group)
             mean_gradient, mean_product = (sums / number.clamp(min=1)).to(wide).chunk(2)
             centered = normalized.mul_(-mean_product.view(shape)).add_(gradient).sub_(mean_gradient.view(shape))
