@@ -39,10 +39,12 @@ class _DealtIndices(Shows):
         self._world = world
 
     def __iter__(self) -> Iterator[Any]:
+        # `limit_*_batches` counts the batches of the loader, so it comes before they are dealt.
         indices: Iterator[Any] = islice(self._shown, self._limit)
         sampler = self._shown
         if type(sampler) is BatchSampler:
             sampler = sampler.sampler
+        # These two types exactly: a subclass may draw. A sequence is the same on all ranks, without an exchange.
         if type(sampler) is not SequentialSampler:
             indices = self._indices_of_first_rank(indices)
         return islice(indices, self._world.rank, None, self._world.size)

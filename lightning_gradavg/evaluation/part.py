@@ -216,6 +216,7 @@ class ExactEvaluation(Evaluation):
         if self.through_ddp:
             return
         loop = EvaluationPass(self.run.trainer)
+        # Only the loop tells the mode: `process_dataloader` gets one loader at a time.
         if loop.mode != "sequential":
             raise ValueError(
                 f"CombinedLoader(mode={loop.mode!r}) reads evaluation loaders together, which exact evaluation does"
@@ -264,6 +265,7 @@ class ExactEvaluation(Evaluation):
 
         A collective operation.
         """
+        # Also before an error is raised: the pass has no step left in which a reduction would have to be refused.
         running.state = _PassState.END
         loaders = running.loaders
         local = _PassOfRank(
@@ -335,7 +337,8 @@ class ExactEvaluation(Evaluation):
         neutral_entries = {key: neutral(entry) for key, entry in results.items() if _is_of_all_ranks(entry)}
         entries: dict[str, Any] = {}
         for of_rank in self._end_steps(self._pass, neutral_entries):
-            entries.update(of_rank)
+            entries.update(of_rank)  # in rank order, so the order of keys is the same on all ranks
+        # This rank's value of each key, or a neutral one of a key that only other ranks have.
         completed: dict[str, Any] = {}
         for key, entry in entries.items():
             if key in neutral_entries:
@@ -420,11 +423,13 @@ def gathers_lists(metric: Metric, world: World, skips: Callable[[], bool]) -> Ab
         if skips():
             return
         lists = {name: state for name, state in metric.metric_state.items() if isinstance(state, list)}
+        # Torchmetrics goes through the reductions, so it leaves out the states that are not in them.
         reductions = {name: reduction for name, reduction in getattr(metric, REDUCTIONS).items() if name not in lists}
         with replaced(metric, REDUCTIONS, reductions):
             getattr(type(metric), SYNC)(metric, *args, **kwargs)
         if not lists:
             return
+        # By pickle, from the CPU: the elements may be of any number, shape and type, as in detection metrics.
         lists_of_ranks = world.gather_objects(move_data_to_device(lists, "cpu"))
         for name in lists:
             gathered: list[Any] = []

@@ -41,6 +41,7 @@ def join_steps(outputs: Sequence[Any], samples: Sequence[int], device: torch.dev
             total = total + mapping["loss"].detach() * size
         loss.copy_(total / sum(samples))  # without grad, so the graph stays that of the clone
 
+    # A name may be missing from some outputs, so the names of all, in the order of their first occurrence.
     names: list[str] = []
     for mapping in mappings:
         for name in mapping:
@@ -56,6 +57,8 @@ def _join(outputs: Sequence[object], device: torch.device) -> object:
 
     They may be of any structure. A number becomes one row for each piece. None stays None.
     """
+    # Outputs of one structure may still differ in the shape of a row, or in type. They are for callbacks, which then
+    # get them one by one: that is no reason to end the run.
     try:
         rows_of_pieces = [_rows(output, device) for output in outputs]
         rows = [torch.cat(parts) for parts in zip(*rows_of_pieces, strict=True)]
@@ -88,7 +91,7 @@ def gather_outputs(
     """
     rows = _rows(output, device, numbers=numbers)
     if not rows:
-        return output
+        return output  # there is nothing to gather, and `gather` refuses that
     if not counted:
         rows = [_without_rows(tensor, sparse) for tensor in rows]
     return _with_rows(output, gather(rows, group=group))
@@ -106,6 +109,7 @@ def _rows(output: object, device: torch.device, *, numbers: bool = True) -> list
                 " tensors, numbers, None, or dicts, lists and tuples of them from training_step."
             )
         tensor = torch.as_tensor(leaf, device=device)
+        # `nn.DataParallel` would gather such a number of each replica, and a single device has one of the whole batch.
         if tensor.ndim == 0 and not numbers:
             raise TypeError(
                 f"output{label} of training_step is one number, which each rank has computed from its own samples: on"

@@ -11,6 +11,7 @@ from lightning_gradavg._lightning.part import Run
 
 __all__ = ["has_step_end", "remarks", "require_none"]
 
+# The layers of torch that draw random numbers in training. What a user's own forward draws cannot be seen here.
 _RANDOM_LAYERS = (
     nn.Dropout,
     nn.Dropout1d,
@@ -133,6 +134,7 @@ def _problems_of_batch_norm(run: Run, options: Options) -> list[str]:
     problems: list[str] = []
     norms = {name: layer for name, layer in run.module.named_modules() if isinstance(layer, BatchNorm)}
     if not options.one_device:
+        # `Trainer(sync_batchnorm=True)` converts all of them, but later, in `Strategy.setup`.
         synchronized = list(norms)
         if not syncs_batch_norm(run.trainer.strategy):
             synchronized = [name for name, layer in norms.items() if isinstance(layer, nn.SyncBatchNorm)]
@@ -158,7 +160,7 @@ def _problems_of_batch_norm(run: Run, options: Options) -> list[str]:
 def remarks(module: LightningModule, options: Options, *, world_size: int) -> list[str]:
     """Return what differs from the run to reproduce, but is no reason to refuse it. `fit` warns about each."""
     found: list[str] = []
-    stages = ["validation", "test"]
+    stages = ["validation", "test"]  # Lightning 2 calls none of these hooks
     if options.preset is None:
         stages.insert(0, "training")
     ignored = [f"{stage}_step_end" for stage in stages if has_step_end(module, stage)]

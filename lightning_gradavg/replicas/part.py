@@ -196,7 +196,7 @@ class Replicas(OneForward):
         seed = self._loaded_seed
         self._loaded_seed = None
         if seed is None:
-            # `seed_everything` leaves its seed in the environment; the generator of torch may have drawn since.
+            # `seed_everything` leaves its seed in the environment. Without it, torch's generator has a seed.
             seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
         # Rank 0's, as the ranks of a run without a seed differ.
         self._seed = int(run.world.from_first(seed))
