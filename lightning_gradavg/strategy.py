@@ -479,7 +479,9 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             ranks = set(dist.get_process_group_ranks(group)) - set(self._batches.idle)
             with ours():
                 return super().reduce(self._batches.counted(tensor), group, "sum") / max(len(ranks), 1)
-        return tensor if group is None and self._evaluation.alone() else super().reduce(tensor, group, reduce_op)
+        if group is None and self._evaluation.refuses_reduction():
+            return tensor
+        return super().reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
@@ -489,7 +491,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         if self._batches.idle and not is_answered_for():
             raise RuntimeError(refusal("self.all_gather", self._batches.idle))
         # `LightningModule.all_gather` passes the group of all ranks for None.
-        if group in (None, dist.group.WORLD) and self._evaluation.alone():
+        if group in (None, dist.group.WORLD) and self._evaluation.refuses_reduction():
             return tensor.expand(self.world_size, *tensor.shape)
         return super().all_gather(tensor, group, sync_grads)
 

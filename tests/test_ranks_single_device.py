@@ -249,6 +249,28 @@ def test_a_step_that_ends_its_epoch_leaves_nothing_to_the_next(world):
     assert_same_run(world(1).run(fit, Cut, single(max_device_batch_size=5), **given), expected, 1e-12)
 
 
+class Adversarial(Model):
+    """Trains on inputs that it has moved up the gradient of the loss: a backward within `training_step`."""
+
+    normed = True
+
+    def loss_of(self, x: Tensor, y: Tensor) -> Any:
+        x = x.clone().requires_grad_()
+        # The gradient of samples that do not count is undefined below batch norm.
+        uphill: Tensor | None
+        (uphill,) = torch.autograd.grad((self(x) - y).square().sum(), x, allow_unused=True)
+        moved = x.detach() if uphill is None else x.detach() + 0.1 * uphill
+        return super().loss_of(moved, y)
+
+
+@pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist=True")
+def test_a_backward_within_a_step_passes_batch_norm_where_a_rank_has_no_samples(world):
+    """The second batch has 2 samples, and rank 2 has none of them. The sums of batch norm are no user's collective."""
+    load = {"sizes": [8, 2]}
+    (expected,) = world(1).run(fit, Adversarial, None, load=load)
+    assert_same_run(world(3).run(fit, Adversarial, single(), load=load), expected, 1e-11)
+
+
 def patched() -> tuple[list[int], bool]:
     """Body: the calls of methods that a user has put on the instance, and whether they are still there."""
     module = Model()

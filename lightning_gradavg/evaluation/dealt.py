@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from enum import Enum
 from hashlib import blake2b
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
@@ -20,84 +21,149 @@ from lightning_gradavg._lightning.loaders import LoaderWrapper, Shows
 from lightning_gradavg._support.collectives import World
 from lightning_gradavg._support.tree import data_digest
 
-__all__ = ["EvaluationLoader", "require_each_once"]
+__all__ = ["EvaluationLoader", "StreamRecord", "require_each_once"]
+
+
+def _length_of_share(length: int, rank: int, world_size: int) -> int:
+    """Return how many of a number of batches are dealt to a rank."""
+    return len(range(rank, length, world_size))
 
 
 class _DealtIndices(Shows):
-    """This rank's share of what a sampler yields; in a copy of the loader it stands in the sampler's place."""
+    """This rank's share of what a sampler yields. In a copy of the loader it stands in the sampler's place."""
 
     def __init__(self, sampler: Any, limit: int | None, world: World) -> None:
+        """Deal what a sampler yields, or its first `limit` items."""
         super().__init__(sampler)
-        self._limit, self._world = limit, world
+        self._limit = limit
+        self._world = world
 
     def __iter__(self) -> Iterator[Any]:
+        # `limit_*_batches` counts the batches of the loader, so it comes before they are dealt.
         indices: Iterator[Any] = islice(self._shown, self._limit)
-        inner = self._shown.sampler if type(self._shown) is BatchSampler else self._shown
-        of_all = indices if type(inner) is SequentialSampler else self._of_first(indices)
-        return islice(of_all, self._world.rank, None, self._world.size)
+        sampler = self._shown
+        if type(sampler) is BatchSampler:
+            sampler = sampler.sampler
+        # These two types exactly: a subclass may draw. A sequence is the same on all ranks, without an exchange.
+        if type(sampler) is not SequentialSampler:
+            indices = self._indices_of_first_rank(indices)
+        return islice(indices, self._world.rank, None, self._world.size)
 
-    def _of_first(self, indices: Iterator[Any]) -> Iterator[Any]:
-        # They may be drawn from a generator that differs between the ranks. Each draws, to move on, and rank 0's count.
-        # They are drawn for the first batch, as on one process, where the loader itself draws before.
+    def _indices_of_first_rank(self, indices: Iterator[Any]) -> Iterator[Any]:
+        """Yield rank 0's indices. A collective operation, when the first is asked for.
+
+        They may be drawn from a generator that differs between the ranks. Every rank draws its own, so that its
+        generator moves on as on one process. A generator function draws when the loader asks for the first batch, as on
+        one process: before that the loader itself draws, the seed of its workers.
+        """
         yield from self._world.from_first(list(indices))
 
     def __len__(self) -> int:
-        return len(range(len(self._shown))[: self._limit][self._world.rank :: self._world.size])
+        length = len(self._shown)
+        if self._limit is not None:
+            length = min(length, self._limit)
+        return _length_of_share(length, self._world.rank, self._world.size)
 
 
 def _dealt_copy(loader: DataLoader[Any], limit: int | None, world: World) -> DataLoader[Any]:
-    """Return a copy of a map-style loader with its sampler dealt, without running a constructor."""
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    """Return a copy of a map-style loader with its sampler dealt. It runs no constructor of the user's."""
+    name = "batch_sampler"
+    if loader.batch_sampler is None:  # `DataLoader(batch_size=None)`: each index is a batch
+        name = "sampler"
     dealt = within_notes(getattr(loader, name), lambda sampler: _DealtIndices(sampler, limit, world))
     return cloned(loader, **{name: dealt})
 
 
-class EvaluationLoader(LoaderWrapper):
-    """This rank's batches of a user's evaluation loader; it shows that one's attributes.
+class _Reading(Enum):
+    """What a rank reads of a loader. `EvaluationLoader` has the table."""
 
-    Args:
-        loader: The user's loader.
-        world: The ranks.
-        kept: Whether the user shares out the data; otherwise the batches are dealt.
-        counts: How many batches each rank's loader has, as far as they are to be evaluated; infinity if it tells none.
+    OWN = "the loader, whose data the user shares out"
+    DEALT_INDICES = "a copy of the loader, whose sampler is dealt"
+    DEALT_BATCHES = "all batches of the loader, and keeps its share of them"
+
+
+class StreamRecord(NamedTuple):
+    """What a rank has read of a stream in a pass. It is the same on all ranks if they read the same batches."""
+
+    rounds: int
+    digest: bytes  # of all batches
+
+
+class EvaluationLoader(LoaderWrapper):
+    """This rank's batches of a user's evaluation loader. It shows the attributes of that loader.
+
+    | the loader                                     | what each rank reads          | its length     |
+    |------------------------------------------------|-------------------------------|----------------|
+    | any, where the user shares out the data        | the loader                    | as it says     |
+    | a `DataLoader` of a map-style dataset          | a copy with a dealt sampler   | as it says     |
+    | any other, a *stream*: all ranks read the same | the loader, and keeps a share | need not be so |
 
     Attributes:
         lengths: Each rank's number of batches to evaluate; None if some rank does not know.
         ranks_without_batch: The ranks that will have no batch, as far as lengths tell.
-        read: How many rounds of a stream were read in this pass, and the digest of their batches.
-        is_empty: Whether this rank has no batch in this pass: known from the start, or at the end.
+        stream_record: What this rank has read of a stream in the pass that runs, or ran last.
+        is_empty: Whether this rank has no batch in that pass: known from the start, or at its end.
+        is_dealt: Whether the batches are dealt; if not, the user shares out the data.
     """
 
-    def __init__(self, loader: Any, world: World, *, kept: bool, counts: Sequence[float]) -> None:
-        finite = None if math.inf in counts else list(map(int, counts))
-        dealt = finite and [len(range(rank, finite[0], world.size)) for rank in range(world.size)]
-        self.lengths = finite if kept else dealt
+    def __init__(self, loader: Any, world: World, *, is_dealt: bool, counts: Sequence[float]) -> None:
+        """Take this rank's batches of a loader.
+
+        Args:
+            loader: The user's loader.
+            world: The ranks.
+            is_dealt: As the attribute.
+            counts: How many batches each rank's loader has, as far as they are to be evaluated; infinity if it does
+                not say. They are equal if the batches are dealt.
+        """
         self._limit = None if counts[world.rank] == math.inf else int(counts[world.rank])
-        indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-        read = _dealt_copy(loader, self._limit, world) if indexed and not kept else loader
-        self._streamed = not kept and read is loader
-        super().__init__(loader, read=read, shown=read, shared=self._streamed)
-        self.kept, self._world, self.read = kept, world, (0, b"")
+        read = loader
+        if not is_dealt:
+            self._reading = _Reading.OWN
+        elif isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+            self._reading = _Reading.DEALT_INDICES
+            read = _dealt_copy(loader, self._limit, world)
+        else:
+            self._reading = _Reading.DEALT_BATCHES
+        super().__init__(loader, read=read, shown=read, shared=self._reading is _Reading.DEALT_BATCHES)
+        self.is_dealt = is_dealt
+        self._world = world
+        self.lengths = self._lengths(counts)
+        self.stream_record = StreamRecord(0, b"")
         self.is_empty = False
-        # What a stream says of its length need not be so.
-        lengths = [] if self._streamed or self.lengths is None else self.lengths
-        self.ranks_without_batch = [rank for rank, length in enumerate(lengths) if length == 0]
+        self.ranks_without_batch: list[int] = []
+        if self.lengths is not None and self._reading is not _Reading.DEALT_BATCHES:
+            self.ranks_without_batch = [rank for rank, length in enumerate(self.lengths) if length == 0]
+
+    def _lengths(self, counts: Sequence[float]) -> list[int] | None:
+        """Return each rank's number of batches to evaluate; None if some rank does not know."""
+        if math.inf in counts:
+            return None
+        if self.is_dealt:
+            length = int(counts[0])
+            return [_length_of_share(length, rank, self._world.size) for rank in range(self._world.size)]
+        return [int(length) for length in counts]
 
     @property
     def uneven(self) -> bool:
-        """Whether some rank may have no batch in some step. What a stream says of its length need not be so."""
-        return self._streamed or self.lengths is None or len(set(self.lengths)) > 1
+        """Whether some rank may have no batch in some step."""
+        # A stream may be shorter than it says.
+        if self._reading is _Reading.DEALT_BATCHES or self.lengths is None:
+            return True
+        return len(set(self.lengths)) > 1
 
     def __iter__(self) -> Iterator[Any]:
-        self.read = 0, b""
+        self.stream_record = StreamRecord(0, b"")
         self.is_empty = self._world.rank in self.ranks_without_batch
-        batches = islice(self._read, self._limit)  # of what is dealt there are fewer already
-        if self._streamed:
-            return self._noted(self._dealt(batches))
-        return self._noted(batches) if self.lengths is None else batches
+        batches = islice(self._read, self._limit)  # a dealt copy has fewer already
+        if self._reading is _Reading.DEALT_BATCHES:
+            return self._noting_whether_empty(self._dealt(batches))
+        if self.lengths is None:
+            return self._noting_whether_empty(batches)
+        return batches
 
-    def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches, and note whether there was none."""
+    def _noting_whether_empty(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches, and note at their end whether there was none."""
         is_empty = True
         for batch in batches:
             is_empty = False
@@ -106,31 +172,34 @@ class EvaluationLoader(LoaderWrapper):
 
     def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield every `world_size`-th batch of a stream that all ranks read."""
-        rank, world_size = self._world.rank, self._world.size
-        digest, size, rounds = blake2b(digest_size=16), world_size, 0
-        while size == world_size:
+        digest = blake2b(digest_size=16)
+        rounds = 0
+        size = self._world.size
+        while size == self._world.size:
             # A round is read to its end before its batch is used: so all ranks have read, and compare, the same part.
-            size, own = 0, []
-            for batch in islice(batches, world_size):
+            size = 0
+            local_batches: list[Any] = []  # at most one; no other is kept in memory
+            for batch in islice(batches, self._world.size):
                 digest.update(data_digest(batch))
-                if size == rank:
-                    own.append(batch)  # no other is kept in memory
+                if size == self._world.rank:
+                    local_batches.append(batch)
                 size += 1
-            rounds += size > 0
-            self.read = (rounds, digest.digest())
-            yield from own
+            if size > 0:
+                rounds += 1
+            self.stream_record = StreamRecord(rounds, digest.digest())
+            yield from local_batches
 
     def __len__(self) -> int:
         if self.lengths is None:
             raise TypeError(f"{type(self.loader).__name__} has no length on some rank")
-        # The same on all ranks: Lightning skips a loop, and refuses a loader, whose own rank has nothing.
+        # The same on all ranks: of a length of 0, Lightning skips the loop on this rank alone, or refuses the loader.
         return max(self.lengths)
 
 
 def require_each_once(sampler: DistributedSampler[Any], world_size: int) -> None:
-    """Raise a ValueError unless the sampler yields each sample once on so many ranks."""
+    """Raise a ValueError unless the sampler yields each sample once, all ranks together."""
     samples: int = len(sampler.dataset)  # type: ignore[arg-type]  # it takes sized data only
-    if (sampler.num_replicas, sampler.total_size) != (world_size, samples):
+    if sampler.num_replicas != world_size or sampler.total_size != samples:
         raise ValueError(
             f"the DistributedSampler of an evaluation loader yields {sampler.total_size} of {samples} samples, for"
             f" {sampler.num_replicas} replicas on {world_size} ranks, so it repeats or drops some. Leave the sampler"

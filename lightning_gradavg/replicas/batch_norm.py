@@ -9,9 +9,10 @@ the rank's own loss, after Ioffe and Szegedy, "Batch Normalization" (arXiv:1502.
 is right where the reduced gradient is the sum over ranks of `d l_r / d theta` times a number that is the same for all.
 The gradients of gamma and beta stay those of the rank's own rows, which are summed like all others.
 
-Each forward is a collective, in which m and v follow from the ranks' own, and so is each backward that reaches the
-input: all ranks run the same layers in the same order, also ranks without rows, and where `torch.utils.checkpoint` runs
-a forward again. Torch's `SyncBatchNorm` runs on no CPU, and has no rows that do not count.
+Each forward is a collective operation, and so is each backward that reaches the input. So all ranks must run the same
+layers in the same order. That includes ranks without samples, and what `torch.utils.checkpoint` runs again.
+
+Why not `nn.SyncBatchNorm`: it runs on no CPU, and it would count the rows of a stand-in.
 """
 
 from __future__ import annotations
@@ -35,28 +36,34 @@ from lightning_gradavg.reduction.guard import without_discarded_nan
 __all__ = ["count_rows", "synchronized_batch_norm"]
 
 
-class _Rows:
-    """Of the process, not of a thread: `torch.utils.checkpoint` may run a forward again on a thread of autograd."""
+class _Process:
+    """State of the process, not of a thread: `torch.utils.checkpoint` may run a forward again on a thread of autograd.
 
-    counted = True
+    Attributes:
+        rows_count: Whether the rows of this rank count.
+    """
+
+    rows_count = True
 
 
 def count_rows(*, counted: bool) -> None:
-    """Say whether this rank's rows count in synchronized batch norms from here on, also where a forward is repeated.
+    """Set whether this rank's rows count in synchronized batch norms from now on.
 
-    Rows that do not count are normalized with the statistics of the other ranks' rows, and have no gradient.
+    Rows that do not count are those of a stand-in. They are normalized with the statistics of the other ranks' rows,
+    and have no gradient. The setting outlives the forward, as activation checkpointing repeats it in the backward.
     """
-    _Rows.counted = counted
+    _Process.rows_count = counted
 
 
 @contextmanager
 def synchronized_batch_norm(world: World) -> Iterator[None]:
-    """Within the context, have every batch norm of the process that takes a batch's statistics take those of all ranks.
+    """Within the context, normalize by the statistics of all ranks wherever this process takes those of a batch.
 
-    It stands in for `torch.nn.functional.batch_norm`, which layers with a forward of their own call, too. Ranks may
-    have different numbers of rows, or none. Half precision is computed in float32. There is no second derivative.
+    It replaces `torch.nn.functional.batch_norm`, not the forward of torch's layers, so it also serves layers with a
+    forward of their own that call the function. Ranks may have different numbers of rows, or none. Half precision is
+    computed in float32. There is no second derivative.
     """
-    of_torch = nn.functional.batch_norm
+    stock_batch_norm = nn.functional.batch_norm
 
     def batch_norm(
         input: Tensor,  # noqa: A002  # torch's names
@@ -69,97 +76,153 @@ def synchronized_batch_norm(world: World) -> Iterator[None]:
         eps: float = 1e-5,
     ) -> Tensor:
         if not training:
-            return of_torch(input, running_mean, running_var, weight, bias, training, momentum, eps)
+            return stock_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
         normalize: Any = _Normalize.apply
         output: Tensor = normalize(input, weight, bias, _Layer(world, running_mean, running_var, momentum, eps))
         return output
 
-    # A layer of `nn.SyncBatchNorm` would count rows that do not.
+    # `nn.SyncBatchNorm.forward` raises on CPUs. On accelerators it would count the rows of a stand-in.
     with replaced(nn.SyncBatchNorm, "forward", BatchNorm.forward), replaced(nn.functional, "batch_norm", batch_norm):
         yield
 
 
+class _Statistics(NamedTuple):
+    """Statistics over the rows of all ranks that count, in float64."""
+
+    mean: Tensor  # of each channel
+    variance: Tensor  # of each channel, divided by the number of values
+    number: Tensor  # of values per channel; 0-dim, so that no host waits for it
+
+
 class _Layer(NamedTuple):
+    """What a call of batch norm is given besides its input and parameters."""
+
     world: World
     running_mean: Tensor | None
     running_var: Tensor | None
     momentum: float
     eps: float
 
-    def move_running_statistics(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:
-        factor = self.momentum * (total > 0).double()  # as in torch, an empty batch leaves them as they are
-        unbiased = variance * total / (total - 1).clamp(min=1)
-        for running, current in ((self.running_mean, mean), (self.running_var, unbiased)):
-            if running is not None:
-                running.copy_((1 - factor) * running.double() + factor * current)
+    def update_running_statistics(self, statistics: _Statistics) -> None:
+        # An empty batch leaves them as they are, as in torch.
+        factor = self.momentum * (statistics.number > 0).double()
+        unbiased = statistics.variance * statistics.number / (statistics.number - 1).clamp(min=1)
+        if self.running_mean is not None:
+            self.running_mean.copy_((1 - factor) * self.running_mean.double() + factor * statistics.mean)
+        if self.running_var is not None:
+            self.running_var.copy_((1 - factor) * self.running_var.double() + factor * unbiased)
 
 
 class _Normalize(torch.autograd.Function):
-    # All ranks save the same number of tensors, whatever they count: checkpoint ends a recomputation by that number.
+    """The formulas at the top of this file."""
+
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, layer: _Layer) -> Tensor:
-        world = layer.world
-        shape, dims = _layout(values)
         wide = values.to(_wide(values.dtype))
-        n = _Rows.counted * values.shape[0] * math.prod(values.shape[2:])
-        mean, variance = wide.new_zeros(2, wide.shape[1])
-        if n:  # else they may be NaN, which no factor removes
-            mean = wide.mean(dims)
-            variance = (wide - mean.view(shape)).square_().mean(dims)  # on CPUs, twice as fast as `var_mean`
-        number = torch.full((1,), n, dtype=torch.float64, device=values.device)  # exact, unlike in float32
-        row = torch.cat([variance.double(), mean.double(), number])
-        of_ranks = row.new_empty(world.size, len(row))
-        with ours(), torch.profiler.record_function("GradAvg: exchange batch norm statistics"):
-            dist.all_gather(list(of_ranks.unbind()), row, group=world.group)
-        total = of_ranks[:, -1].sum()
-        if n <= 1 and total.item() == 1:  # only ranks with so few rows wait for an accelerator
-            raise ValueError(
-                "Expected more than 1 value per channel when training, but the samples of all ranks together have 1."
-                " Use larger batches, or drop_last=True."
-            )
-        shares, (variances, means) = of_ranks[:, -1:] / total.clamp(min=1), of_ranks[:, :-1].chunk(2, dim=1)
-        mean = (shares * means).sum(0)
-        variance = (shares * (variances + (means - mean).square())).sum(0)
-        # Before the tensors are saved, where checkpoint may end a recomputation: so does torch's own batch norm.
-        layer.move_running_statistics(mean, variance, total)
-        scale, offset = (one if one is None else one.to(wide.dtype) for one in (weight, bias))
+        statistics = _statistics_of_all_ranks(wide, layer.world)
+        # Before the tensors are saved, as in torch's own batch norm: `torch.utils.checkpoint` ends a recomputation
+        # early, once it has saved as many tensors as the first forward.
+        layer.update_running_statistics(statistics)
         output = nn.functional.batch_norm(
-            wide, mean.to(wide.dtype), variance.to(wide.dtype), scale, offset, eps=layer.eps
+            wide,
+            statistics.mean.to(wide.dtype),
+            statistics.variance.to(wide.dtype),
+            None if weight is None else weight.to(wide.dtype),
+            None if bias is None else bias.to(wide.dtype),
+            eps=layer.eps,
         )
-        ctx.world, ctx.counted = world, _Rows.counted
-        ctx.save_for_backward(values, weight, mean, (variance + layer.eps).rsqrt(), total)
+        ctx.world = layer.world
+        ctx.rows_count = _Process.rows_count
+        # All ranks save the same number of tensors, also where no rows count. Else a recomputation would end at
+        # another layer than on the other ranks, and run another number of collectives.
+        inverse_deviation = (statistics.variance + layer.eps).rsqrt()
+        ctx.save_for_backward(values, weight, statistics.mean, inverse_deviation, statistics.number)
         return output.to(values.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        values, weight, mean, inverse, total = ctx.saved_tensors
-        shape, dims = _layout(values)
+        values, weight, mean, inverse_deviation, number = ctx.saved_tensors
+        values_need_gradient, weight_needs_gradient, bias_needs_gradient, _ = ctx.needs_input_grad
+        shape, dimensions = _layout(values)
         wide = _wide(values.dtype)
-        dy = gradients[0].to(wide)
-        normalized = (values.to(wide) - mean.to(wide).view(shape)).mul_(inverse.to(wide).view(shape))
-        of_bias, of_weight = dy.sum(dims), (dy * normalized).sum(dims)
-        of_values = None
-        if ctx.needs_input_grad[0]:
-            sums = torch.cat([of_bias, of_weight]).double()
-            sums = without_discarded_nan(sums) if ctx.counted else torch.zeros_like(sums)  # they may be NaN
-            with torch.profiler.record_function("GradAvg: exchange batch norm gradients"):
+        gradient = gradients[0].to(wide)
+        normalized = (values.to(wide) - mean.to(wide).view(shape)).mul_(inverse_deviation.to(wide).view(shape))
+        bias_sum = gradient.sum(dimensions)
+        weight_sum = (gradient * normalized).sum(dimensions)
+        values_gradient: Tensor | None = None
+        if values_need_gradient:
+            # The parentheses of dx at the top of this file, of which both sums are over all ranks.
+            sums = torch.cat([bias_sum, weight_sum]).double()
+            if ctx.rows_count:
+                sums = without_discarded_nan(sums)
+            else:
+                sums = torch.zeros_like(sums)  # not times 0: they may be NaN
+            # Ours: the backward may run within `training_step`, as by `torch.autograd.grad`.
+            with ours(), torch.profiler.record_function("GradAvg: exchange batch norm gradients"):
                 dist.all_reduce(sums, group=ctx.world.group)
-            to_mean, to_deviation = ((part / total.clamp(min=1)).to(wide).view(shape) for part in sums.chunk(2))
-            dy = normalized.mul_(-to_deviation).add_(dy).sub_(to_mean)
-            scale = inverse if weight is None else inverse * weight.double()
-            of_values = (dy * scale.to(wide).view(shape)).to(values.dtype)
-        if not ctx.counted:
-            return (None,) * 4  # 0 times NaN is NaN
-        of_parameters = zip(ctx.needs_input_grad[1:], (of_weight, of_bias), strict=False)
-        return of_values, *(one if needed else None for needed, one in of_parameters), None
+            mean_gradient, mean_product = (sums / number.clamp(min=1)).to(wide).chunk(2)
+            centered = normalized.mul_(-mean_product.view(shape)).add_(gradient).sub_(mean_gradient.view(shape))
+            scale = inverse_deviation
+            if weight is not None:
+                scale = inverse_deviation * weight.double()
+            values_gradient = (centered * scale.to(wide).view(shape)).to(values.dtype)
+        if not ctx.rows_count:
+            # None, as 0 times NaN is NaN: what comes before this layer may have an infinite derivative.
+            return None, None, None, None
+        # Torch refuses a gradient of a parameter that the layer does not have.
+        weight_gradient = weight_sum if weight_needs_gradient else None
+        bias_gradient = bias_sum if bias_needs_gradient else None
+        return values_gradient, weight_gradient, bias_gradient, None
+
+
+def _statistics_of_all_ranks(values: Tensor, world: World) -> _Statistics:
+    """Return the statistics of all rows that count. A collective operation.
+
+    The variance is that of the ranks' own variances and means, which does not cancel as `mean(x^2) - mean(x)^2` does
+    (`test_ranks_batch_norm.py::test_the_variance_does_not_cancel`).
+    """
+    shape, dimensions = _layout(values)
+    local_number = 0
+    if _Process.rows_count:
+        local_number = values.shape[0] * math.prod(values.shape[2:])
+    if local_number > 0:
+        local_mean = values.mean(dimensions)
+        # On CPUs, twice as fast as `torch.var_mean`.
+        local_variance = (values - local_mean.view(shape)).square_().mean(dimensions)
+    else:
+        # The mean of no rows is NaN, and so may be rows that do not count. A share of 0 would not remove that.
+        local_mean = local_variance = values.new_zeros(values.shape[1])
+
+    # One row for each rank: variances, means, and the number of values, which float64 holds exactly.
+    number = torch.full((1,), local_number, dtype=torch.float64, device=values.device)
+    row = torch.cat([local_variance.double(), local_mean.double(), number])
+    rows = row.new_empty(world.size, len(row))
+    with ours(), torch.profiler.record_function("GradAvg: exchange batch norm statistics"):
+        dist.all_gather(list(rows.unbind()), row, group=world.group)
+    numbers = rows[:, -1:]
+    variances, means = rows[:, :-1].chunk(2, dim=1)
+
+    total = numbers.sum()
+    # Only ranks with so few values read the total, so that the others do not wait for an accelerator.
+    if local_number <= 1 and total.item() == 1:
+        raise ValueError(
+            "Expected more than 1 value per channel when training, but the samples of all ranks together have 1."
+            " Use larger batches, or drop_last=True."
+        )
+    shares = numbers / total.clamp(min=1)
+    mean = (shares * means).sum(0)
+    variance = (shares * (variances + (means - mean).square())).sum(0)
+    return _Statistics(mean, variance, total)
 
 
 def _layout(values: Tensor) -> tuple[list[int], list[int]]:
-    """Return the shape of one number per channel beside the values, and the other dimensions."""
-    return [1, -1, *(1 for _ in values.shape[2:])], [0, *range(2, values.ndim)]
+    """Return the shape in which one number per channel meets the values, and the dimensions other than the channel."""
+    shape = [1, -1, *[1] * (values.ndim - 2)]
+    dimensions = [0, *range(2, values.ndim)]
+    return shape, dimensions
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    # A sum of ones in half precision stops at 2048 in float16, and at 256 in bfloat16.
+    """Return the type to sum in. A sum of ones stops at 2048 in float16, and at 256 in bfloat16."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""What a training step that runs in several pieces may write, so that it is what one forward writes."""
+"""The buffers of a training step that runs in several pieces, so that the step writes what one forward writes."""
 
 from __future__ import annotations
 
@@ -14,61 +14,95 @@ __all__ = ["SharedBuffers"]
 
 
 class SharedBuffers:
-    """The buffers of a module: each piece starts from those at the beginning of the step, and the first piece's stay.
+    """Has each piece of a step start from the buffers of the step's beginning, and keeps those of the first piece.
 
-    Parameters that a step writes are an error, where a rank has several pieces and would write them as often.
+    `nn.DataParallel` does the same: it copies the module's buffers to all replicas, and the first replica's are those
+    of the module. So batch norm's running statistics are those of the first replica's samples.
+
+    `Replicas` makes one for a run. The calls of a step, in this order:
+
+    1. `begin_step`.
+    2. `begin_piece` before each piece.
+    3. `require_written_in_place` after the forward of the last piece; `restore` instead, if something raised.
+    4. `end_step` after the last backward, which may run parts of the forward again and write buffers again.
     """
 
     def __init__(self, module: nn.Module, *, in_pieces: bool) -> None:
+        """Share the buffers of a module.
+
+        Args:
+            module: The module that trains.
+            in_pieces: Whether ranks may run a step different numbers of times. Then a step must not write parameters:
+                a rank would write them once for each of its pieces.
+        """
         self._module = module
-        self._registered = [buffers_of(each) for each in module.modules()]
-        self._parameters = dict(module.named_parameters()) if in_pieces else {}
+        # Torch's own mappings: they also show a buffer that a step assigns. `named_buffers` takes ten times as long.
+        self._mappings = [buffers_of(submodule) for submodule in module.modules()]
+        self._parameters: dict[str, nn.Parameter] = {}
+        if in_pieces:
+            self._parameters = dict(module.named_parameters())
+        # Of the running step.
+        self._buffers: list[Tensor] = []
+        self._values_before: list[Tensor] = []
+        self._values_of_first_piece: list[Tensor] | None = None  # None if the first piece is the only one
+        self._versions: list[int] = []  # of the parameters before the step
 
     def begin_step(self) -> None:
-        """Note what the pieces of the next step start from."""
-        self._held, self._of_first = self._now(), list[Tensor]()
-        self._before = [buffer.clone() for buffer in self._held]
+        """Save the values that each piece of the step starts from."""
+        self._buffers = self._current_buffers()
+        self._values_before = [buffer.clone() for buffer in self._buffers]
+        self._values_of_first_piece = None
         self._versions = [version_of(parameter) for parameter in self._parameters.values()]
 
-    def _now(self) -> list[Tensor]:
-        # Twice a step; `named_buffers` takes ten times as long.
-        return [buffer for owned in self._registered for buffer in owned.values() if buffer is not None]
-
     def begin_piece(self, index: int) -> None:
-        """Have a piece start from the beginning of the step. A backward may have run parts of the one before again."""
+        """Have the piece of this number start from the values of the step's beginning."""
         if index == 1:
-            self._of_first = [buffer.clone() for buffer in self._held]
+            # Not after the forward of the first piece: its backward comes later, and activation checkpointing runs
+            # parts of the forward again in it, which move running statistics a second time, as on one process.
+            self._values_of_first_piece = [buffer.clone() for buffer in self._buffers]
         if index > 0:
-            self.put_back()
+            self.restore()
 
-    def put_back(self) -> None:
-        """Write what was there at the beginning of the step."""
-        self._write(self._before)
-
-    def _write(self, values: Sequence[Tensor]) -> None:
-        for buffer, value in zip(self._held, values, strict=False):  # there may be none
-            buffer.data.copy_(value)
-
-    def end_step(self, world: World | None) -> None:
-        """Keep what the first piece wrote; with a world, that of rank 0. A collective operation."""
-        self._write(self._of_first)
-        if world is not None:
-            with torch.profiler.record_function("GradAvg: broadcast buffers"):
-                broadcast_from_first(self._held, world.group)
+    def restore(self) -> None:
+        """Write the values of the step's beginning."""
+        self._write(self._values_before)
 
     def require_written_in_place(self) -> None:
-        """Raise a RuntimeError if the step has written what a rank would write once for each of its pieces."""
-        now = zip(self._parameters.items(), self._versions, strict=True)
-        written = [name for (name, parameter), version in now if version_of(parameter) != version]
+        """Raise a RuntimeError if the step wrote parameters, or replaced buffers instead of writing into them."""
+        written: list[str] = []
+        for (name, parameter), version in zip(self._parameters.items(), self._versions, strict=True):
+            if version_of(parameter) != version:
+                written.append(name)
         if written:
             raise RuntimeError(
                 f"training_step has written the parameters {', '.join(written)}, but it runs once per replica or part"
                 " of a batch, and of those a rank has several. Write parameters in on_train_batch_end."
             )
-        own = set(map(id, self._held))
-        if own != set(map(id, self._now())):
-            new = [name for name, buffer in self._module.named_buffers() if id(buffer) not in own]
+        known = {id(buffer) for buffer in self._buffers}
+        current = {id(buffer) for buffer in self._current_buffers()}
+        if known != current:
+            new = [name for name, buffer in self._module.named_buffers() if id(buffer) not in known]
             raise RuntimeError(
                 f"training_step has assigned or made the buffers {', '.join(new)}, or removed one: replicas share what"
                 " is written into buffers. Register them in __init__, with a tensor, and write by buffer.copy_(...)."
             )
+
+    def end_step(self, world: World | None) -> None:
+        """Keep what the first piece wrote; with a world, that of rank 0. A collective operation with a world."""
+        if self._values_of_first_piece is not None:
+            self._write(self._values_of_first_piece)
+        if world is not None:
+            with torch.profiler.record_function("GradAvg: broadcast buffers"):
+                broadcast_from_first(self._buffers, world.group)
+
+    def _current_buffers(self) -> list[Tensor]:
+        """Return the buffers that the module has at the moment."""
+        found: list[Tensor] = []
+        for mapping in self._mappings:
+            found.extend(buffer for buffer in mapping.values() if buffer is not None)
+        return found
+
+    def _write(self, values: Sequence[Tensor]) -> None:
+        for buffer, value in zip(self._buffers, values, strict=True):
+            # `data`: unseen by autograd, whatever graph the buffer is part of.
+            buffer.data.copy_(value)

@@ -1,4 +1,4 @@
-"""What replicas return, as one: their mean loss, and their outputs side by side."""
+"""The outputs of replicas as one: of this rank's pieces, with their mean loss, or of the replicas of all ranks."""
 
 from __future__ import annotations
 
@@ -18,26 +18,51 @@ __all__ = ["gather_outputs", "join_steps"]
 
 
 def join_steps(outputs: Sequence[Any], samples: Sequence[int], device: torch.device) -> Any:
-    """Return what a step's pieces returned as one, with the mean loss, whose backward is that of the last piece."""
+    """Join what `training_step` returned for each of this rank's pieces to the one output that Lightning sees.
+
+    Its loss has the value of the mean over the pieces' samples, which callbacks and loggers see. It has the graph of
+    the last piece, whose backward Lightning runs: those of the other pieces have run. Tensors are concatenated along
+    dimension 0.
+
+    Args:
+        outputs: Of each piece: a loss, or a mapping with a loss.
+        samples: Number of samples of each piece.
+        device: The device of the module.
+    """
     if len(outputs) == 1:
         return outputs[0]
-    named = [output if isinstance(output, Mapping) else {"loss": output} for output in outputs]
-    loss = named[-1]["loss"].clone()
+    mappings: list[Mapping[str, Any]] = []
+    for output in outputs:
+        mappings.append(output if isinstance(output, Mapping) else {"loss": output})
+    loss: Tensor = mappings[-1]["loss"].clone()
     with torch.no_grad():
-        total = sum(one["loss"].detach() * size for one, size in zip(named, samples, strict=True))
-        loss.copy_(total / sum(samples))
-    keys = dict.fromkeys(key for one in named for key in one if key != "loss")
-    return {key: _joined([one.get(key) for one in named], device) for key in keys} | {"loss": loss}
+        total = torch.zeros_like(loss)
+        for mapping, size in zip(mappings, samples, strict=True):
+            total = total + mapping["loss"].detach() * size
+        loss.copy_(total / sum(samples))  # without grad, so the graph stays that of the clone
+
+    # A name may be missing from some outputs, so the names of all, in the order of their first occurrence.
+    names: list[str] = []
+    for mapping in mappings:
+        for name in mapping:
+            if name != "loss" and name not in names:
+                names.append(name)
+    joined = {name: _join([mapping.get(name) for mapping in mappings], device) for name in names}
+    joined["loss"] = loss
+    return joined
 
 
-def _joined(outputs: Sequence[Any], device: torch.device) -> Any:
-    """Return the outputs of this rank's pieces as one, with graph; as a list if they do not fit together.
+def _join(outputs: Sequence[object], device: torch.device) -> object:
+    """Concatenate outputs of this rank's pieces, with graph. Return them as a list if they do not fit together.
 
-    Tensors are concatenated along dimension 0, in any structure. A number becomes one entry per piece. None stays.
+    They may be of any structure. A number becomes one row for each piece. None stays None.
     """
+    # Outputs of one structure may still differ in the shape of a row, or in type. They are for callbacks, which then
+    # get them one by one: that is no reason to end the run.
     try:
-        rows = zip(*(_rows(output, device) for output in outputs), strict=True)
-        return _with_rows(outputs[0], [torch.cat(parts) for parts in rows])
+        rows_of_pieces = [_rows(output, device) for output in outputs]
+        rows = [torch.cat(parts) for parts in zip(*rows_of_pieces, strict=True)]
+        return _with_rows(outputs[0], rows)
     except (TypeError, ValueError, RuntimeError):
         return outputs
 
@@ -51,19 +76,30 @@ def gather_outputs(
     numbers: bool,
     sparse: Sequence[Tensor],
 ) -> Any:
-    """Return the outputs of all ranks' replicas as one, in their order. A collective operation.
+    """Concatenate the outputs of the replicas of all ranks, in rank order. A collective operation.
 
-    Every rank can compute the same loss from the result; `gather` brings each row's gradient home. Of an output that is
-    not `counted` only the structure is used. `numbers` says whether a replica may return one.
+    All ranks compute the same loss from the result, in `training_step_end`. `gather` brings each row's gradient to the
+    rank that computed the row.
+
+    Args:
+        output: What `training_step` returned on this rank.
+        device: The device of the module.
+        group: The ranks.
+        counted: Whether the samples of this rank count. If not, only the structure of its output is used.
+        numbers: Whether an output may hold a number, which becomes one row, as in `nn.DataParallel`.
+        sparse: The parameters with sparse gradients.
     """
     rows = _rows(output, device, numbers=numbers)
-    own = rows if counted else [_no_rows(each, sparse) for each in rows]
-    return _with_rows(output, gather(own, group=group)) if rows else output
+    if not rows:
+        return output  # there is nothing to gather, and `gather` refuses that
+    if not counted:
+        rows = [_without_rows(tensor, sparse) for tensor in rows]
+    return _with_rows(output, gather(rows, group=group))
 
 
-def _rows(output: Any, device: torch.device, *, numbers: bool = True) -> list[Tensor]:
-    """Return the tensors of an output, each with a dimension to concatenate along."""
-    found = []
+def _rows(output: object, device: torch.device, *, numbers: bool = True) -> list[Tensor]:
+    """Return the tensors of an output, each with a dimension to concatenate along. Raise a TypeError about others."""
+    found: list[Tensor] = []
     for label, leaf in leaves(output):
         if leaf is None:
             continue
@@ -72,30 +108,41 @@ def _rows(output: Any, device: torch.device, *, numbers: bool = True) -> list[Te
                 f"output{label}={leaf!r} of type {type(leaf).__name__} cannot be gathered over the replicas: return"
                 " tensors, numbers, None, or dicts, lists and tuples of them from training_step."
             )
-        row = torch.as_tensor(leaf, device=device)
-        if row.ndim == 0 and not numbers:
+        tensor = torch.as_tensor(leaf, device=device)
+        # `nn.DataParallel` would gather such a number of each replica, and a single device has one of the whole batch.
+        if tensor.ndim == 0 and not numbers:
             raise TypeError(
                 f"output{label} of training_step is one number, which each rank has computed from its own samples: on"
                 " one device it would be computed from all. Return rows, one per sample, and compute it in"
                 " training_step_end."
             )
-        found.append(torch.atleast_1d(row))
+        found.append(torch.atleast_1d(tensor))
     return found
 
 
-def _with_rows(value: Any, rows: Sequence[Tensor]) -> Any:
-    """Return an output of the same structure with other tensors."""
+def _with_rows(output: Any, rows: Sequence[Tensor]) -> Any:
+    """Return an output of the same structure with other tensors, in the order of `_rows`. None stays None."""
     remaining = iter(rows)
-    return mapped(value, lambda leaf: None if leaf is None else next(remaining))
+
+    def next_rows(leaf: object) -> Tensor | None:
+        if leaf is None:
+            return None
+        return next(remaining)
+
+    return mapped(output, next_rows)
 
 
-def _no_rows(rows: Tensor, sparse: Sequence[Tensor]) -> Tensor:
-    """Return a tensor without its rows, through which the backward of the gather reaches the parameters below.
+def _without_rows(tensor: Tensor, sparse: Sequence[Tensor]) -> Tensor:
+    """Return a tensor's first 0 rows, with a graph through which the gather's backward reaches the parameters.
 
-    Their gradient is undefined, as 0 times an infinite derivative is NaN, or zero, where DDP does not take that.
+    The other ranks' DDP waits for those parameters. Their gradient is undefined instead of a sum over no rows: 0 times
+    an infinite derivative would be NaN. Where DDP does not take an undefined gradient, which is that of a sparse
+    parameter, it is zero.
     """
-    none = rows[:0]
-    if none.grad_fn is None:
-        return none
-    none.grad_fn.register_prehook(lambda _: (None,))
-    return none + zero_loss(sparse, set(map(id, sparse))) if sparse else none
+    empty = tensor[:0]
+    if empty.grad_fn is None:
+        return empty
+    empty.grad_fn.register_prehook(lambda _: (None,))
+    if not sparse:
+        return empty
+    return empty + zero_loss(sparse, {id(parameter) for parameter in sparse})

@@ -1,4 +1,4 @@
-"""What stands in the way of reproducing another run, found before it starts and named by module path."""
+"""What makes it impossible to reproduce another run, found before training starts, and named by module path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from lightning_gradavg._lightning.part import Run
 
 __all__ = ["has_step_end", "remarks", "require_none"]
 
-_RANDOM = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.MultiheadAttention, nn.RNNBase)
+# The layers of torch that draw random numbers in training. What a user's own forward draws cannot be seen here.
+_RANDOM_LAYERS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.MultiheadAttention,
+    nn.RNNBase,
+)
 
 
 def has_step_end(module: LightningModule, stage: str = "training") -> bool:
@@ -20,62 +29,160 @@ def has_step_end(module: LightningModule, stage: str = "training") -> bool:
 
 
 def require_none(run: Run, options: Options, *, static_graph: bool) -> None:
-    """Raise a ValueError that names what makes the run that was asked for impossible, each with what to do."""
-    module, ranks, preset, most = run.module, run.world.size, options.preset, options.max_device_batch_size
-    manual, reproducible, one_device = not module.automatic_optimization, options.reproducible, options.one_device
-    replicas, in_pieces = options.num_replicas or ranks, options.in_pieces(ranks)
-    gathers, rule = preset is not None and has_step_end(module), options.rule.name
-    cut = f"max_device_batch_size={most}" if most else f"num_replicas={replicas} on {ranks} rank{'s' * (ranks > 1)}"
-    norms = {name: each for name, each in module.named_modules() if isinstance(each, BatchNorm)}
-    synced = syncs_batch_norm(run.trainer.strategy)
-    synchronized = [name for name, each in norms.items() if synced or isinstance(each, nn.SyncBatchNorm)]
-    whole = f"batch norm in {', '.join(norms)}" if norms else "training_step_end" * gathers
-    divisors = [str(count) for count in range(1, replicas + 1) if replicas % count == 0]
-    refused: dict[str, tuple[object, ...]] = {
-        f"manual optimization with {cut}: training_step steps the optimizer, but a rank has to run it for several"
-        " pieces of a batch before a step. Use automatic optimization, or as many ranks as"
-        " pieces": (manual, in_pieces or reproducible),
-        f"static_graph=True with {cut}: a step then has several backwards. Leave static_graph out": (
-            static_graph,
-            in_pieces,
-        ),
-        f"training_step_end with {cut}: each process runs training_step once before the loss of all outputs is"
-        " computed. Use as many processes as replicas, or return each replica's loss from"
-        " training_step": (gathers, replicas != ranks),
-        "training_step_end with manual optimization: training_step runs its backward before the outputs are gathered."
-        " Return the outputs from training_step and the loss from training_step_end instead": (gathers, manual),
-        f"reduction={rule!r} with training_step_end: it computes the loss of the whole batch, of which there are no"
-        " parts to combine. Leave reduction out": (gathers, rule not in ("mean", "weighted_mean")),
-        f"SyncBatchNorm in {', '.join(synchronized)}: with equivalent_to='data_parallel' every replica normalizes over"
-        " its own chunk. Use Trainer(sync_batchnorm=False) and plain batch"
-        " norm": (preset, not one_device, synchronized),
-        f"{cut} with {whole}, which needs the whole batch at once. Leave max_device_batch_size out": (
-            one_device,
-            most,
-            whole,
-        ),
-        f"{cut}, as the number of processes must divide num_replicas. Use {', '.join(divisors)} of them, or another"
-        " num_replicas": (reproducible, replicas % ranks),
-        "training_step_end: the gradient of one loss of all outputs is summed by autograd in an order that follows the"
-        " ranks. Return the loss of each replica from training_step": (reproducible, gathers),
-    }
-    found = [text for text, conditions in refused.items() if all(conditions)]
-    if found:
-        presets = "reproducible=True" if reproducible else f"equivalent_to={preset!r}"
-        raise ValueError(f"{cut if preset is None else presets} cannot hold:\n  " + "\n  ".join(found))
+    """Raise a ValueError that lists everything that makes the run impossible, each with what to do.
+
+    It lists all problems, not only the first: each of them may mean another model or script.
+    """
+    problems = [
+        *_problems_of_several_pieces(run, options, static_graph=static_graph),
+        *_problems_of_step_end(run, options),
+        *_problems_of_batch_norm(run, options),
+    ]
+    replicas = options.num_replicas or run.world.size
+    if options.reproducible and replicas % run.world.size != 0:
+        divisors = [str(number) for number in range(1, replicas + 1) if replicas % number == 0]
+        problems.append(
+            f"{_cut(run, options)}, as the number of processes must divide num_replicas. Use {', '.join(divisors)} of"
+            " them, or another num_replicas"
+        )
+    if not problems:
+        return
+    if options.reproducible:
+        asked = "reproducible=True"
+    elif options.preset is not None:
+        asked = f"equivalent_to={options.preset!r}"
+    else:
+        asked = _cut(run, options)
+    raise ValueError(f"{asked} cannot hold:\n  " + "\n  ".join(problems))
+
+
+def _cut(run: Run, options: Options) -> str:
+    """Return the option that cuts a rank's samples into pieces, for messages."""
+    if options.max_device_batch_size is not None:
+        return f"max_device_batch_size={options.max_device_batch_size}"
+    ranks = run.world.size
+    replicas = options.num_replicas or ranks
+    if ranks == 1:
+        return f"num_replicas={replicas} on 1 rank"
+    return f"num_replicas={replicas} on {ranks} ranks"
+
+
+def _gathers_outputs(run: Run, options: Options) -> bool:
+    """Return whether `training_step_end` gets the outputs of all replicas."""
+    return options.preset is not None and has_step_end(run.module)
+
+
+def _problems_of_several_pieces(run: Run, options: Options, *, static_graph: bool) -> list[str]:
+    """Return what a step of several forwards and backwards cannot serve."""
+    problems: list[str] = []
+    in_pieces = options.in_pieces(run.world.size)
+    # Under `reproducible` the engine sums the gradients of a step after its last backward, on any number of ranks.
+    if not run.module.automatic_optimization and (in_pieces or options.reproducible):
+        problems.append(
+            f"manual optimization with {_cut(run, options)}: training_step steps the optimizer, but a rank has to run"
+            " it for several pieces of a batch before a step. Use automatic optimization, or as many ranks as pieces"
+        )
+    if static_graph and in_pieces:
+        problems.append(
+            f"static_graph=True with {_cut(run, options)}: a step then has several backwards. Leave static_graph out"
+        )
+    return problems
+
+
+def _problems_of_step_end(run: Run, options: Options) -> list[str]:
+    """Return what a loss of the outputs of all replicas cannot be combined with."""
+    if not _gathers_outputs(run, options):
+        return []
+    problems: list[str] = []
+    ranks = run.world.size
+    replicas = options.num_replicas or ranks
+    if replicas != ranks:
+        problems.append(
+            f"training_step_end with {_cut(run, options)}: each process runs training_step once before the loss of all"
+            " outputs is computed. Use as many processes as replicas, or return each replica's loss from training_step"
+        )
+    if not run.module.automatic_optimization:
+        problems.append(
+            "training_step_end with manual optimization: training_step runs its backward before the outputs are"
+            " gathered. Return the outputs from training_step and the loss from training_step_end instead"
+        )
+    if options.rule.name not in ("mean", "weighted_mean"):
+        problems.append(
+            f"reduction={options.rule.name!r} with training_step_end: it computes the loss of the whole batch, of which"
+            " there are no parts to combine. Leave reduction out"
+        )
+    if options.reproducible:
+        problems.append(
+            "training_step_end: the gradient of one loss of all outputs is summed by autograd in an order that follows"
+            " the ranks. Return the loss of each replica from training_step"
+        )
+    return problems
+
+
+def _problems_of_batch_norm(run: Run, options: Options) -> list[str]:
+    """Return what normalizes over other samples than in the run to reproduce.
+
+    | equivalent_to     | batch norm normalizes over      | so it is a problem                                    |
+    |-------------------|---------------------------------|-------------------------------------------------------|
+    | `"data_parallel"` | a replica                       | if it is synchronized over the ranks                  |
+    | `"single_device"` | the whole batch, over all ranks | if a rank computes its samples one part after another |
+
+    `training_step_end` needs the whole batch, too.
+    """
+    if options.preset is None:
+        return []
+    problems: list[str] = []
+    norms = {name: layer for name, layer in run.module.named_modules() if isinstance(layer, BatchNorm)}
+    if not options.one_device:
+        # `Trainer(sync_batchnorm=True)` converts all of them, but later, in `Strategy.setup`.
+        synchronized = list(norms)
+        if not syncs_batch_norm(run.trainer.strategy):
+            synchronized = [name for name, layer in norms.items() if isinstance(layer, nn.SyncBatchNorm)]
+        if synchronized:
+            problems.append(
+                f"SyncBatchNorm in {', '.join(synchronized)}: with equivalent_to='data_parallel' every replica"
+                " normalizes over its own chunk. Use Trainer(sync_batchnorm=False) and plain batch norm"
+            )
+        return problems
+    needs_batch = ""
+    if norms:
+        needs_batch = f"batch norm in {', '.join(norms)}"
+    elif _gathers_outputs(run, options):
+        needs_batch = "training_step_end"
+    if options.max_device_batch_size is not None and needs_batch:
+        problems.append(
+            f"{_cut(run, options)} with {needs_batch}, which needs the whole batch at once. Leave max_device_batch_size"
+            " out"
+        )
+    return problems
 
 
 def remarks(module: LightningModule, options: Options, *, world_size: int) -> list[str]:
-    """Return what differs from the run that was asked for without making it another run."""
-    drawing = {name: each for name, each in module.named_modules() if isinstance(each, _RANDOM)}
-    random = [name for name, each in drawing.items() if getattr(each, "p", getattr(each, "dropout", None)) != 0]
-    stages = ["training"] * (options.preset is None) + ["validation", "test"]
+    """Return what differs from the run to reproduce, but is no reason to refuse it. `fit` warns about each."""
+    found: list[str] = []
+    stages = ["validation", "test"]  # Lightning 2 calls none of these hooks
+    if options.preset is None:
+        stages.insert(0, "training")
     ignored = [f"{stage}_step_end" for stage in stages if has_step_end(module, stage)]
-    remarked: dict[str, tuple[object, ...]] = {
-        f"{', '.join(ignored)} of Lightning 1.x is not called. Log in the step itself. For training_step_end to get the"
-        " outputs of all replicas, use GradAvgStrategy(equivalent_to='data_parallel')": (ignored,),
-        f"random numbers drawn in {', '.join(random)} differ between ranks: distributed as on one device, but they are"
-        " not the same numbers. For numbers that do not depend on the ranks, use equivalent_to='data_parallel' with"
-        " num_replicas": (options.one_device, world_size > 1, random),
-    }
-    return [text for text, conditions in remarked.items() if all(conditions)]
+    if ignored:
+        found.append(
+            f"{', '.join(ignored)} of Lightning 1.x is not called. Log in the step itself. For training_step_end to get"
+            " the outputs of all replicas, use GradAvgStrategy(equivalent_to='data_parallel')"
+        )
+    drawing = [name for name, layer in module.named_modules() if _draws(layer)]
+    if options.one_device and world_size > 1 and drawing:
+        found.append(
+            f"random numbers drawn in {', '.join(drawing)} differ between ranks: distributed as on one device, but they"
+            " are not the same numbers. For numbers that do not depend on the ranks, use equivalent_to='data_parallel'"
+            " with num_replicas"
+        )
+    return found
+
+
+def _draws(layer: nn.Module) -> bool:
+    """Return whether a layer draws random numbers in training."""
+    if not isinstance(layer, _RANDOM_LAYERS):
+        return False
+    # Dropout has `p`; `nn.MultiheadAttention` and recurrent layers have `dropout`.
+    probability = getattr(layer, "p", getattr(layer, "dropout", None))
+    return probability != 0

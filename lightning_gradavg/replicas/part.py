@@ -27,6 +27,7 @@ from lightning_gradavg._lightning.methods import logged_as, replaced
 from lightning_gradavg._lightning.options import Options
 from lightning_gradavg._lightning.part import Part, Run, Saved
 from lightning_gradavg._lightning.stand_in import metrics_kept, uncounted
+from lightning_gradavg._support.collectives import World
 from lightning_gradavg._support.random_state import random_state, restore_random_state, seeded
 from lightning_gradavg._support.tree import mapped
 from lightning_gradavg.batches.chunks import Chunk
@@ -38,52 +39,71 @@ from lightning_gradavg.reduction.zero_loss import sparse_weights
 from lightning_gradavg.replicas.batch_norm import count_rows, synchronized_batch_norm
 from lightning_gradavg.replicas.buffers import SharedBuffers
 from lightning_gradavg.replicas.joined import gather_outputs, join_steps
-from lightning_gradavg.replicas.log import ReplicaLog, of_whole_run
+from lightning_gradavg.replicas.log import ReplicaLog, with_sync_dist
 from lightning_gradavg.replicas.obstacles import has_step_end, remarks, require_none
 
 __all__ = ["OneForward", "Replicas", "Step", "replica_stream"]
 
+_REFUSED_IN_PIECES = (
+    "training_step exchanges values with the other ranks (gather, global_mean, all_gather or a metric), but with"
+    " num_replicas above the number of ranks, or max_device_batch_size, they run it different numbers of times, one"
+    " piece after another. Use as many processes as replicas, and no max_device_batch_size"
+)
+
 
 class Step(NamedTuple):
-    """How a training step is run."""
+    """What a training step is run by."""
 
-    forward: Callable[..., Any]
-    backward: Callable[[], None]  # of a loss that is not the step's last
-    reduction: Reduction
-    batches: Batches
+    forward: Callable[..., Any]  # Lightning's training step: DDP's forward, then the user's `training_step`
+    backward: Callable[[], None]  # of the pending loss of a piece that is not the step's last
+    reduction: Reduction  # reads the loss and its weight
+    batches: Batches  # knows which samples the batch holds
 
 
 @contextmanager
 def replica_stream(seed: int, step: int, replica: int, device: torch.device) -> Iterator[None]:
-    """Draw inside from the stream of a replica and a step, and put all generators back, also after an exception.
+    """Within the context, draw from the random stream of a replica and a step; then restore all generators.
 
-    Those are torch's on the CPU and the device, Python's and NumPy's. Nothing waits for the device. What
-    `torch.utils.checkpoint` recomputes later draws the same from torch, whose states it keeps; for Python and NumPy,
-    enter it within the function that is recomputed.
+    The generators are torch's on the CPU and the device, Python's and NumPy's. Nothing waits for the device. What
+    `torch.utils.checkpoint` recomputes later draws the same numbers from torch, whose states it keeps. For Python and
+    NumPy, enter the context within the function that is recomputed.
     """
     # A hash, because a sum such as seed + step + replica repeats.
     digest = blake2b(f"{seed},{step},{replica}".encode(), digest_size=32).digest()
-    accelerator: Any = None if device.type == "cpu" else getattr(torch, device.type)
-    on_host, on_device = random_state(), accelerator and accelerator.get_rng_state()
-    restore_random_state(seeded(digest[:8] + digest[16:]))
-    if accelerator:
-        accelerator.manual_seed(int.from_bytes(digest[8:16], "little"))
+    host_seed = digest[:8] + digest[16:]  # 8 bytes for each of torch, Python and NumPy
+    device_seed = int.from_bytes(digest[8:16], "little")
+
+    accelerator: Any = None  # the module of the device's type, such as `torch.cuda`
+    device_state: Tensor | None = None
+    if device.type != "cpu":
+        accelerator = getattr(torch, device.type)
+        device_state = accelerator.get_rng_state()
+    host_state = random_state()
+
+    restore_random_state(seeded(host_seed))
+    if accelerator is not None:
+        accelerator.manual_seed(device_seed)
     try:
         yield
     finally:
-        restore_random_state(on_host)
-        if accelerator:
-            accelerator.set_rng_state(on_device)
+        restore_random_state(host_state)
+        if accelerator is not None:
+            accelerator.set_rng_state(device_state)
 
 
 class OneForward(Part):
-    """Runs the rank's samples of a training step at once, as stock DDP does."""
+    """Runs the rank's samples of a training step at once, as stock DDP does.
+
+    The strategy calls `run_step` for each training step, and `end_step` after the gradients of a step are reduced.
+    """
 
     def __init__(self, options: Options, *, static_graph: bool = False) -> None:
-        self._options, self._static_graph = options, static_graph
+        """Run steps by the strategy's options; `static_graph` is that of `DistributedDataParallel`."""
+        self._options = options
+        self._static_graph = static_graph
 
     def setup(self, run: Run) -> None:
-        """Name what cannot be served, before DDP wraps the module, which has objections of its own."""
+        """Refuse what cannot be served. DDP, which wraps the module next, has objections of its own."""
         super().setup(run)
         if run.trainer.state.fn == TrainerFn.FITTING:
             require_none(run, self._options, static_graph=self._static_graph)
@@ -92,36 +112,66 @@ class OneForward(Part):
 
     def num_replicas(self, world_size: int) -> int:
         """Return the number of chunks that each loader batch is computed in."""
-        return self._options.num_replicas or world_size
+        if self._options.num_replicas is not None:
+            return self._options.num_replicas
+        return world_size
 
     def weight(self, chunk: Chunk | None) -> float | None:
-        """Return the weight of a loss that has none: the samples of its batch, None where they are not known."""
-        return None if chunk is None else chunk.samples
+        """Return the weight of a loss that has none: the samples of its batch, or None where they are not known."""
+        if chunk is None:
+            return None
+        return chunk.samples
+
+    def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
+        """Run a training step; return its output, whose loss has its weight."""
+        with step.batches.training_step():
+            output = step.forward(batch, *args)
+            return step.reduction.read(output, self.weight(step.batches.chunk), batch)
 
     def end_step(self) -> None:
         """End a step whose gradients are reduced."""
-
-    def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
-        """Return the output of a training step, with its loss weighed."""
-        with step.batches.training_step():
-            return step.reduction.read(step.forward(batch, *args), self.weight(step.batches.chunk), batch)
 
 
 class Replicas(OneForward):
     """Runs the pieces of the rank's samples, so that the number of ranks no longer matters.
 
-    Of one device, a rank's samples are its replica: batch norm normalizes over those of all ranks, and what ranks write
-    must be what one device would.
+    With `equivalent_to="single_device"`, a rank's samples are one piece, unless `max_device_batch_size` cuts it. Batch
+    norm then normalizes over the samples of all ranks, and what ranks write must be what one device would write.
+
+    The calls of a training step, in this order:
+
+    1. `run_step`, in which for each piece the forward and, but for the last piece, the backward run.
+    2. Lightning runs the backward of the last piece, and DDP reduces the gradients of all pieces.
+    3. `end_step` makes the buffers those of the first piece. In manual optimization, and where Lightning runs no
+       backward, `run_step` calls it: no backward follows.
+
+    Between passes of training and evaluation, `on_evaluation_start` and `on_evaluation_end` exchange what is replaced
+    of the module and of torch:
+
+    | in         | replaced                                                                                        |
+    |------------|-------------------------------------------------------------------------------------------------|
+    | training   | of several ranks, how metrics gather list states; and, with `equivalent_to="single_device"`,    |
+    |            | `torch.nn.functional.batch_norm`                                                                |
+    | evaluation | `module.log`, if the run reproduces another one                                                 |
     """
 
+    # Of the run that trains, from `configure_ddp` on.
+    _log: ReplicaLog
+    _buffers: SharedBuffers
+    _buffers_from: World | None  # the ranks that take rank 0's buffers after a step; None if they are equal anyway
+    _in_pieces: bool  # whether ranks may run a step different numbers of times
+    _gathers_outputs: bool = False  # whether `training_step_end` gets the outputs of all replicas
+    _sparse: list[Tensor]  # the parameters with sparse gradients
+    _seed: int = 0  # of all replicas' random streams
+
     def __init__(self, options: Options, *, static_graph: bool = False) -> None:
+        """Run steps in pieces by the strategy's options."""
         super().__init__(options, static_graph=static_graph)
-        self._saved_seed: int | None = None
-        self._seed, self._gathers = 0, False
-        self._replaced = ExitStack()  # of the module and torch, in training or in evaluation
+        self._loaded_seed: int | None = None  # of a checkpoint that the next run resumes
+        self._replacements = ExitStack()
 
     def setup(self, run: Run) -> None:
-        """Leave batch norm to this part, which serves CPUs and ranks without samples, too."""
+        """Keep Lightning from converting batch norm: this part also serves CPUs and ranks without samples."""
         if self._options.one_device:
             leave_batch_norm_alone(run.trainer.strategy)
         super().setup(run)
@@ -129,142 +179,203 @@ class Replicas(OneForward):
     def configure_ddp(self, run: Run) -> None:
         """Prepare the pieces of a run. A collective operation."""
         super().configure_ddp(run)
-        options, module = self._options, run.module
-        # Of one device, ranks have written the same.
-        shares = run.world.size > 1 and not options.one_device and (options.replicated or run.ddp.broadcast_buffers)
-        self._sharing = run.world if shares else None
-        run.ddp.broadcast_buffers = False  # at the end of the step they are the same on all ranks
+        options = self._options
+        module = run.module
+        self._buffers_from = None
+        # Of one device, all ranks write the same: batch norm has the same statistics on all of them.
+        if run.world.size > 1 and not options.one_device and (options.replicated or run.ddp.broadcast_buffers):
+            self._buffers_from = run.world
+        # DDP would broadcast buffers before the forward of each piece, and of each validation step. `end_step` does it
+        # once, at the end of a step.
+        run.ddp.broadcast_buffers = False
         self._log = ReplicaLog(module, run.world, whole=options.preset is not None)
-        # Ranks may then run a step different numbers of times.
         self._in_pieces = options.in_pieces(run.world.size)
         self._buffers = SharedBuffers(module, in_pieces=self._in_pieces)
-        self._gathers = options.preset is not None and has_step_end(module)
+        self._gathers_outputs = options.preset is not None and has_step_end(module)
         self._sparse = list(sparse_weights(module).values())
-        saved, self._saved_seed = self._saved_seed, None
-        # Rank 0's, as unseeded ranks differ.
-        own = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
-        self._seed = int(run.world.from_first(own if saved is None else saved))
-        self.on_evaluation_end()
+        seed = self._loaded_seed
+        self._loaded_seed = None
+        if seed is None:
+            # `seed_everything` leaves its seed in the environment. Without it, torch's generator has a seed.
+            seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
+        # Rank 0's, as the ranks of a run without a seed differ.
+        self._seed = int(run.world.from_first(seed))
+        self._replace_for_training()
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
-        """Save what all random numbers of training steps follow from."""
+        """Save the seed, from which all random numbers of training steps follow."""
         saved["replica_seed"] = self._seed
 
     def load(self, saved: Saved) -> None:
-        """Remember it for the next run."""
-        self._saved_seed = saved.get("replica_seed")
+        """Keep the seed of a checkpoint for the next run."""
+        self._loaded_seed = saved.get("replica_seed")
 
     def weight(self, chunk: Chunk | None) -> float | None:
         """Return the samples of the loss of a step: with `training_step_end`, those of all ranks."""
-        return chunk.batch_samples if self._gathers and chunk is not None else super().weight(chunk)
+        if self._gathers_outputs and chunk is not None:
+            return chunk.batch_samples
+        return super().weight(chunk)
 
     def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
-        """Return the output of all pieces of a training step, with the loss of the last to be run."""
+        """Run all pieces of a training step; return their joined output, with the loss of the last piece."""
         assert isinstance(step.batches, SplitBatches)
-        pieces, outputs = step.batches.slices(batch), list[Any]()
+        pieces = step.batches.slices(batch)
+        outputs: list[Any] = []
+        exchanges: AbstractContextManager[None] = nullcontext()
+        if self._in_pieces:
+            exchanges = gather_refused(_REFUSED_IN_PIECES)
         self._buffers.begin_step()
         try:
-            with self._log.collecting(), gather_refused(_APART) if self._in_pieces else nullcontext():
+            with self._log.collecting(), exchanges:
                 for index, piece in enumerate(pieces):
                     self._buffers.begin_piece(index)
-                    outputs.append(self._run_piece(step, piece, args, last=piece is pieces[-1]))
+                    is_last = index == len(pieces) - 1
+                    outputs.append(self._run_piece(step, piece, args, is_last=is_last))
         except BaseException:
-            self._buffers.put_back()
+            self._buffers.restore()
             raise
         self._buffers.require_written_in_place()
-        # Else the step ends after the backward, which may run parts of the forward again.
+        # In automatic optimization `Reduction` ends the step after the backward of the last piece, which may run parts
+        # of the forward again.
         if not self.run.module.automatic_optimization or self.run.loop.skips_backward:
             self.end_step()
         return join_steps(outputs, [piece.samples for piece in pieces], self.run.device)
 
-    def _run_piece(self, step: Step, piece: ReplicaSlice, args: Any, *, last: bool) -> Any:
-        module, whole, reproducible = self.run.module, self.weight(step.batches.chunk), self._options.reproducible
-        # Kernels choose the order of sums by alignment, and a slice begins wherever the samples before it end.
-        batch = mapped(piece.batch, _copied) if reproducible else piece.batch
-        local = self.run.ddp.no_sync() if reproducible or not last else nullcontext()
-        around = self._drawing(piece)
-        if self._gathers:
-            around = replaced(module, "training_step", partial(self._run_step_end, module.training_step, piece, step))
+    def _run_piece(self, step: Step, piece: ReplicaSlice, args: tuple[Any, ...], *, is_last: bool) -> Any:
+        """Run the forward of a piece, and its backward unless it is the last; return what `training_step` returned.
+
+        | the module has      | weight of the loss                      | random numbers of the replica are drawn in |
+        |---------------------|-----------------------------------------|--------------------------------------------|
+        | `training_step_end` | samples of the whole batch              | `training_step`                            |
+        | no such hook        | samples of the piece, if they are known | forward, loss and backward                 |
+        """
+        batch = piece.batch
+        if self._options.reproducible:
+            # Kernels choose the order of sums by alignment, and a slice begins wherever the samples before it end.
+            batch = mapped(batch, _copied)
+        # Under `reproducible` the engine of the run sums the gradients, in its own order.
+        reducing: AbstractContextManager[None] = nullcontext()
+        if self._options.reproducible or not is_last:
+            reducing = self.run.ddp.no_sync()
+        weight = self.weight(step.batches.chunk)
+        batch_of_loss = batch
+        if self._gathers_outputs:
+            module = self.run.module
+            with_step_end = partial(self._run_step_end, module.training_step, piece, step)
+            around = replaced(module, "training_step", with_step_end)
+            batch_of_loss = None  # the loss is that of the whole batch
+        else:
+            around = self._drawing(piece)
+            if weight is not None:
+                weight = piece.samples
         self._log.samples = piece.samples
         count_rows(counted=piece.replica is not None)
-        with local, around:
-            weight = whole if whole is None or self._gathers else piece.samples
+        with reducing, around:
             output = step.forward(batch, *args)
-            output = step.reduction.read(output, weight, None if self._gathers else batch, final=last)
+            output = step.reduction.read(output, weight, batch_of_loss, final=is_last)
             if self.run.loop.skips_backward:
                 return mapped(output, _detached)  # a graph would be kept until the end of the step
-            if not last:
+            if not is_last:
                 step.backward()
         return output
 
     def _stream(self, replica: int) -> AbstractContextManager[None]:
-        """Draw what belongs to a replica of the loader batch, of which there were so many before."""
-        index = self.run.trainer.fit_loop.epoch_loop.total_batch_idx
-        return replica_stream(self._seed, index, replica, self.run.device)
+        """Draw from the stream of a replica of the loader batch that is in training."""
+        batches_before = self.run.trainer.fit_loop.epoch_loop.total_batch_idx
+        return replica_stream(self._seed, batches_before, replica, self.run.device)
 
     @contextmanager
     def _drawing(self, piece: ReplicaSlice) -> Iterator[None]:
-        """Run a piece with its own random numbers. One of no samples, which only keeps the rank busy, leaves no trace.
+        """Run a piece with its own random numbers. A stand-in leaves no trace in metrics and in what ranks gather.
 
         A backward after the context may run parts of the forward again.
         """
-        number = -1 - self.run.world.rank if piece.replica is None else piece.replica
-        with self._stream(number), nullcontext() if piece.samples else uncounted(self.run.module):
+        number = piece.replica
+        if number is None:
+            number = -1 - self.run.world.rank  # no replica's stream
+        counting: AbstractContextManager[None] = nullcontext()
+        if piece.samples == 0:
+            counting = uncounted(self.run.module)
+        with self._stream(number), counting:
             yield
 
-    def end_step(self) -> None:
-        """Have the module's buffers be those of the first piece, on all ranks. A collective operation."""
-        self._buffers.end_step(self._sharing)
-        count_rows(counted=True)
-
     def _run_step_end(self, training_step: Callable[..., Any], piece: ReplicaSlice, step: Step, *args: Any) -> Any:
-        """Return what `training_step_end` makes of the outputs of all ranks, the same on every rank."""
-        module, world, chunk = self.run.module, self.run.world, step.batches.chunk
+        """Return what `training_step_end` makes of the outputs of all ranks, the same on every rank.
+
+        It replaces `training_step` for a piece. A collective operation.
+        """
+        module = self.run.module
+        world = self.run.world
+        chunk = step.batches.chunk
         assert chunk is not None
         with self._drawing(piece):
             output = training_step(*args)
+        # One process of one device has no outputs to gather. A replica's number becomes a row, as in DataParallel.
         if not self._options.one_device or world.size > 1:
-            how = {"counted": not chunk.stand_in, "numbers": not self._options.one_device}
-            output = gather_outputs(output, self.run.device, world.group, sparse=self._sparse, **how)
-        # All ranks have the whole batch: what is summed over them must hold it once.
-        first = world.rank == 0
-        self._log.samples = chunk.batch_samples * first
+            output = gather_outputs(
+                output,
+                self.run.device,
+                world.group,
+                counted=not chunk.stand_in,
+                numbers=not self._options.one_device,
+                sparse=self._sparse,
+            )
         step_end: Callable[[Any], Any] = module.training_step_end  # type: ignore[assignment]  # of Lightning 1.x
-        with self._stream(world.size), nullcontext() if first else metrics_kept(module):
+        # Every rank has the whole batch now. What is summed over ranks, in logs and metrics, must hold it once.
+        counting: AbstractContextManager[None] = nullcontext()
+        if world.rank == 0:
+            self._log.samples = chunk.batch_samples
+        else:
+            self._log.samples = 0
+            counting = metrics_kept(module)
+        with self._stream(world.size), counting:
             return step_end(output)
+
+    def end_step(self) -> None:
+        """Make the module's buffers those of the first piece, on all ranks. A collective operation."""
+        self._buffers.end_step(self._buffers_from)
+        count_rows(counted=True)
 
     def on_evaluation_start(self) -> None:
         """Have evaluation log the values of the whole run. Batch norm normalizes each batch on its rank."""
-        self._replaced.close()
+        self._replacements.close()
         if self._options.preset is not None:
-            self._replaced.enter_context(logged_as(self.run.module, of_whole_run))
+            self._replacements.enter_context(logged_as(self.run.module, with_sync_dist))
 
     def on_evaluation_end(self) -> None:
-        """Put `log` back, and serve what takes the samples of all ranks: batch norm of one device, and metrics."""
-        self._replaced.close()
-        run, enter = self.run, self._replaced.enter_context
+        """Return to what training needs, if the run trains."""
+        self._replace_for_training()
+
+    def _replace_for_training(self) -> None:
+        """Serve what takes the samples of all ranks: batch norm of one device, and metrics."""
+        self._replacements.close()
+        run = self.run
         if run.model is None or run.world.size == 1:
             return
         if self._options.one_device:
-            enter(synchronized_batch_norm(run.world))
-        # Of as many updates as there are pieces, or entries as samples, ranks have lists of different lengths.
+            self._replacements.enter_context(synchronized_batch_norm(run.world))
+        # Ranks have list states of different lengths: one entry for each update, which are as many as pieces, or for
+        # each sample.
         for metric in run.module.modules():
             if isinstance(metric, Metric) and metric.process_group is None:
-                enter(gathers_lists(metric, run.world, _within_a_piece))
+                self._replacements.enter_context(gathers_lists(metric, run.world, _refuse_within_piece))
 
     def describe(self) -> str:
-        """Return the run that is reproduced, and its replicas."""
-        preset, replicas = self._options.preset, self._options.shaping_replicas(self.run.world.size)
-        return (
-            f"{f'; equivalent to {preset}' if preset else ''}"
-            f"{f'; {replicas} replicas' if replicas else ''}"
-            f"{', training_step_end gets all outputs' if self._gathers else ''}"
-        )
+        """Return the start line's words about the run to reproduce, and its replicas."""
+        text = ""
+        if self._options.preset is not None:
+            text += f"; equivalent to {self._options.preset}"
+        replicas = self._options.shaping_replicas(self.run.world.size)
+        if replicas is not None:
+            text += f"; {replicas} replicas"
+        if self._gathers_outputs:
+            text += ", training_step_end gets all outputs"
+        return text
 
     def teardown(self) -> None:
-        """Put the module's log and batch norm back."""
+        """Restore the module's log, its metrics and batch norm."""
         count_rows(counted=True)
-        self._replaced.close()
+        self._replacements.close()
 
 
 def _detached(leaf: Any) -> Any:
@@ -275,14 +386,7 @@ def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
-def _within_a_piece() -> bool:
-    """Raise where ranks run what is reduced now different numbers of times; leave nothing out."""
+def _refuse_within_piece() -> bool:
+    """Raise a RuntimeError if a metric is reduced while ranks run pieces; otherwise, have it reduced."""
     require_gather_allowed()
     return False
-
-
-_APART = (
-    "training_step exchanges values with the other ranks (gather, global_mean, all_gather or a metric), but with"
-    " num_replicas above the number of ranks, or max_device_batch_size, they run it different numbers of times, one"
-    " piece after another. Use as many processes as replicas, and no max_device_batch_size"
-)
