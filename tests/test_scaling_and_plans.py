@@ -106,6 +106,7 @@ OTHER = "is meant for Adam (betas, eps) and RMSprop (alpha, eps); this optimizer
             for kind in (SGD, torch.optim.ASGD, torch.optim.Adagrad)
         ),
         ("adam_sde", {"lr": 0.1, "betas": (0.9, 0.99)}, 2, ValueError, OTHER),  # Lion
+        ("adam_sde", {"lr": 0.1, "momentum": 0.95, "eps": 1e-7, "ns_steps": 5}, 2, ValueError, OTHER),  # Muon
         *(("linear", group, 2, ValueError, "without one: its `lr` is missing or None") for group in ({}, {"lr": None})),
         *((lambda _, value=value: value, ADAM, 8, ValueError, FACTOR) for value in (0.0, math.inf, math.nan)),
         *(
