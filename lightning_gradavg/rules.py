@@ -95,6 +95,7 @@ def _value_of(number: _Number, place: Place, weight: float) -> float | Fraction:
         return 1.0
     if number == "n":
         return weight
+    # Fractions: in floats, the sum over 49 ranks of 1/49 is not 1, and the factor of a gradient would not be exact.
     if number == "1/L":
         return Fraction(1, place.ranks_on_node)
     return Fraction(1, place.world_size)
@@ -159,6 +160,7 @@ def rule_of_split_batches(rule: Rule) -> Rule:
             f"reduction={rule.name!r} weights all ranks of a node equally, but with split_batches=True a rank may"
             " have fewer samples than another, or none. Use 'weighted_mean', or set split_batches=False."
         )
+    # Equal, not identical: in a spawned process the rule is an unpickled copy.
     if rule == RULES["mean"]:
         return _MEAN_OVER_SAMPLES
     return rule
@@ -182,7 +184,7 @@ def resolve_rule(reduction: str | RuleFunction | Rule) -> Rule:
 
 def is_number(value: float | Fraction) -> bool:
     """Return whether weights and shares may have this value: finite and >= 0."""
-    return 0 <= value < math.inf
+    return 0 <= value < math.inf  # False for NaN
 
 
 def share_of(rule: Rule, place: Place, weight: float) -> Share:
@@ -194,6 +196,7 @@ def share_of(rule: Rule, place: Place, weight: float) -> Share:
     Raises:
         ValueError: If the weight is not finite and >= 0, or the rule fails or returns such a number.
     """
+    # Weight and share are checked here for every rule, so callers add up and divide without further checks.
     if rule.uses_weight and not is_number(weight):
         raise ValueError(f"weight {weight!r} is not a finite number >= 0")
     if rule.uses_weight and weight == 0:
@@ -243,6 +246,7 @@ def depends_on_length(rule: Rule, places: Sequence[Place]) -> bool:
         return rule.averages_window
     if isinstance(rule.share, _NamedShare):
         return False
+    # A function may differ only on some ranks (rank 0 counts double) or nodes, so every place is tried.
     for place in places:
         for weight in (1.0, 3.0):
             share = share_of(rule, place, weight)

@@ -163,13 +163,14 @@ class Reports(Part):
 
     def samples_of(self, samples: float | None, batch: object) -> float | None:
         """Return the samples of a micro-batch: `samples` if they are known, else those of its batch, if it tells."""
+        # A replica's loss may reach samples of other ranks (`gather`), and its share of the batch says nothing then.
         if self._crosses_ranks:
             return None
         if samples is not None:
             return samples
         try:
             return float(batch_samples(batch))
-        except ValueError:
+        except ValueError:  # a batch without tensors, or with different first dimensions
             return None
 
     @contextmanager
@@ -208,7 +209,9 @@ class Reports(Part):
         if self._state is not _State.MEASURED:
             return
         local_squares = self._local_squares
+        # First, so that an exception below does not leave a step that is observed for ever.
         self._enter(_State.IDLE)
+        # Gradients still carry the loss scale of "16-mixed": Lightning unscales in `MixedPrecision.optimizer_step`.
         loss_scale = 1.0
         scaler = getattr(self.run.trainer.precision_plugin, "scaler", None)
         if scaler is not None:
@@ -216,6 +219,7 @@ class Reports(Part):
         with torch.profiler.record_function("GradAvg: measure gradients"):
             reduced_square = squared_norm([parameter.grad for parameter in self._parameters], self.run.device)
             local_square = _total(local_squares.values(), self.run.device)
+            # The host reads both numbers here, and so waits for the gradients.
             norm = math.sqrt(reduced_square) / loss_scale
             local_norm = math.sqrt(local_square) / loss_scale
         ranks = self.run.world.gather_objects(measure_rank(record, self._rule, local_norm))
