@@ -1,6 +1,6 @@
 """A callback that logs what the strategy observes, and warns of ranks that do not train as one."""
 
-import math
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
@@ -50,11 +50,14 @@ class GradAvgMonitor(Callback):
         check_data: bool = True,
         fingerprint_every_n_steps: int | None = None,
     ) -> None:
-        self.every_n_steps, self.fingerprint_every_n_steps = every_n_steps, fingerprint_every_n_steps
+        as_count_or_none("every_n_steps", every_n_steps)
+        as_count_or_none("fingerprint_every_n_steps", fingerprint_every_n_steps)
+        self.every_n_steps = every_n_steps
+        self.fingerprint_every_n_steps = fingerprint_every_n_steps
         self.prefix = prefix
-        self.prog_bar, self.per_rank, self.check_data = prog_bar, per_rank, check_data
-        for name in ("every_n_steps", "fingerprint_every_n_steps"):
-            as_count_or_none(name, getattr(self, name))
+        self.prog_bar = prog_bar
+        self.per_rank = per_rank
+        self.check_data = check_data
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -67,55 +70,94 @@ class GradAvgMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._waits = False
+        self._awaits_report = False  # whether a step is requested whose report is not logged yet
         self._data = SameData("training batches", compares=self.check_data and trainer.world_size > 1)
-        by_trainer: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector; 0 logs nothing
-        self._every = self.every_n_steps or by_trainer
+        self._every = self.every_n_steps
+        if self._every is None:
+            self._every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        strategy: Any = trainer.strategy
+        strategy = _strategy_of(trainer)
         if self._data.left > 0:
-            # A digest reads no values on an accelerator.
-            self._data.compare(None if strategy.facts().samples == 0 else move_data_to_device(batch, "cpu"))
+            self._compare_data(strategy, batch)
         if _is_due(TrainingLoop(trainer.fit_loop).step, self._every):
-            self._waits = True
-            if not strategy.observing:  # a window has several batches and is asked for once
+            self._awaits_report = True
+            # A window has several batches, and its step is requested with the first.
+            if not strategy.observing:
                 strategy.observe_next_step()
+
+    def _compare_data(self, strategy: GradAvgStrategy, batch: object) -> None:
+        """Compare one batch with those of the other ranks. A collective operation."""
+        has_samples = strategy.facts().samples != 0
+        if has_samples:
+            # A digest leaves out the values of tensors on an accelerator, for which it would have to wait.
+            self._data.compare(move_data_to_device(batch, "cpu"))
+        else:
+            # A rank without samples runs a stand-in, on samples of another rank.
+            self._data.compare(None)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
-        strategy: Any = trainer.strategy
+        strategy = _strategy_of(trainer)
         loop = TrainingLoop(trainer.fit_loop)
-        if self._waits and not strategy.observing:
-            self._waits = False
+        # Once the strategy stops observing, the window of the requested step is reduced and its report is there.
+        if self._awaits_report and not strategy.observing:
+            self._awaits_report = False
             self._log(trainer, pl_module, strategy.report(), loop.step)
-        if loop.accumulates:
-            return
-        if _is_due(loop.step, self.fingerprint_every_n_steps):
+        if not loop.accumulates and _is_due(loop.step, self.fingerprint_every_n_steps):
             rank_zero_info(f"GradAvgMonitor: after step {loop.step + 1}, fingerprint {strategy.fingerprint()}")
 
     def _log(self, trainer: Trainer, module: LightningModule, report: StepReport, step: int) -> None:
+        """Log a report on every rank: its numbers are equal on all, and Lightning's loggers write on rank 0 only.
+
+        `module.log` serves the progress bar only, as it logs in the steps of `log_every_n_steps`, not in ours.
+        """
         values = {f"{self.prefix}/{name}": value for name, value in self._values_of(report).items()}
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)
-        for name in (f"{self.prefix}/loss", f"{self.prefix}/gradient_norm") if self.prog_bar else ():
-            module.log(name, values[name], prog_bar=True, logger=False, batch_size=1)
+        if self.prog_bar:
+            for name in (f"{self.prefix}/loss", f"{self.prefix}/gradient_norm"):
+                module.log(name, values[name], prog_bar=True, logger=False, batch_size=1)
 
     def _values_of(self, report: StepReport) -> dict[str, float]:
-        names = ("loss", "gradient_norm", "lr_scale", "global_batch_size")
-        found: dict[str, float | None] = {name: getattr(report, name) for name in names}
-        found |= {f"lr/group_{index}": lr for index, lr in enumerate(report.learning_rates)}
-        found["normalizer"] = report.normalizer
-        of_ranks = {"local_gradient_norm": report.local_gradient_norms, "weight": report.weights}
-        for name, values in of_ranks.items():
-            found |= {f"{name}/mean": fmean(values), f"{name}/min": min(values), f"{name}/max": max(values)}
-            found |= {f"{name}/rank_{rank}": value for rank, value in enumerate(values) if self.per_rank}
-        return {name: value for name, value in found.items() if value is not None}
+        """Return what is logged of a report, by name without the prefix."""
+        values = {
+            "loss": report.loss,
+            "gradient_norm": report.gradient_norm,
+            "lr_scale": report.lr_scale,
+            "normalizer": report.normalizer,
+        }
+        # Unknown where a batch does not tell its number of samples.
+        if report.global_batch_size is not None:
+            values["global_batch_size"] = report.global_batch_size
+        for index, learning_rate in enumerate(report.learning_rates):
+            values[f"lr/group_{index}"] = learning_rate
+        values.update(self._values_of_ranks("local_gradient_norm", report.local_gradient_norms))
+        values.update(self._values_of_ranks("weight", report.weights))
+        return values
+
+    def _values_of_ranks(self, name: str, of_ranks: Sequence[float]) -> dict[str, float]:
+        """Return mean, minimum and maximum of the ranks' values, and with `per_rank` the values themselves."""
+        values = {f"{name}/mean": fmean(of_ranks), f"{name}/min": min(of_ranks), f"{name}/max": max(of_ranks)}
+        if self.per_rank:
+            for rank, value in enumerate(of_ranks):
+                values[f"{name}/rank_{rank}"] = value
+        return values
+
+
+def _strategy_of(trainer: Trainer) -> GradAvgStrategy:
+    """Return the strategy, whose type `setup` has checked."""
+    strategy = trainer.strategy
+    assert isinstance(strategy, GradAvgStrategy)
+    return strategy
 
 
 def _is_due(step: int, every: int | None) -> bool:
-    return (step + 1) % (every or math.inf) == 0
+    """Return whether a step is the last of `every` ones; never if that is None, or 0 as in `log_every_n_steps=0`."""
+    if not every:
+        return False
+    return (step + 1) % every == 0

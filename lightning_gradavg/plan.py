@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypedDict
 
 import torch
 
@@ -21,9 +21,41 @@ from lightning_gradavg.rates.scaling import SCALINGS, Scaling, as_positive, scal
 __all__ = ["OPTIMIZERS", "Recipe", "counted", "make_plan"]
 
 OPTIMIZERS: Mapping[str, Any] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-_WARMUP_EPOCHS = 5  # Goyal et al. 2017, section 2.2
+_WARMUP_EPOCHS = 5  # Goyal et al. 2017 (arXiv 1706.02677), section 2.2
 
-_Row: TypeAlias = dict[str, Any]
+
+# The parts of a plan, as `gradavg plan --json` prints them. None is what is not known.
+class _Chunk(TypedDict):
+    samples: int  # of a full global batch, on each of these devices
+    devices: int
+    micro_batch_size: int  # most samples that one of them holds at once
+
+
+class _Outcome(TypedDict):
+    """What one `lr_scaling` makes of the hyperparameters of a run."""
+
+    lr_scaling: str
+    hyperparameters: dict[str, Any] | None  # None if the scaling does not fit
+    lr_warmup_steps: int | None
+    problem: str | None  # why it does not fit
+    largest_global_batch_size: int | None  # that fits; None if no batch does
+
+
+class _Run(TypedDict):
+    """One way to run a recipe."""
+
+    world_size: int
+    loader_batch_size: int
+    chunks: list[_Chunk]
+    accumulate: int  # micro-batches of the device that has most
+    global_batch_size: int
+    scale: float
+    steps_per_epoch: int | None
+    steps: int | None
+    warmup_steps: int | None  # of the recipe's own schedule
+    mean_loss_gradient: str  # what the gradient is if the loss of a loader batch is a mean
+    sum_loss_gradient: str  # and if it is a sum
+    scalings: list[_Outcome]
 
 
 @dataclass(frozen=True)
@@ -46,14 +78,21 @@ class Recipe:
 
     def __post_init__(self) -> None:
         as_positive("lr", self.lr)
-        for name in ("batch_size", "devices", "accumulate_grad_batches", "steps", "dataset_size"):
-            if getattr(self, name) is not None:
-                as_count(name, getattr(self, name))
+        as_count("batch_size", self.batch_size)
+        as_count("devices", self.devices)
+        as_count("accumulate_grad_batches", self.accumulate_grad_batches)
+        if self.steps is not None:
+            as_count("steps", self.steps)
+        if self.dataset_size is not None:
+            as_count("dataset_size", self.dataset_size)
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer {self.optimizer!r} is not known. Use one of {', '.join(OPTIMIZERS)}.")
-        if as_count("warmup_steps", self.warmup_steps or 0, least=0) > (self.steps or math.inf):
-            raise ValueError(f"warmup_steps={self.warmup_steps} is longer than the recipe's {self.steps} steps.")
-        OPTIMIZERS[self.optimizer]([torch.zeros(1)], **self.hyperparameters)  # it raises for what is out of range
+        if self.warmup_steps is not None:
+            as_count("warmup_steps", self.warmup_steps, least=0)
+            if self.steps is not None and self.warmup_steps > self.steps:
+                raise ValueError(f"warmup_steps={self.warmup_steps} is longer than the recipe's {self.steps} steps.")
+        # The optimizer raises for what is out of range.
+        OPTIMIZERS[self.optimizer]([torch.zeros(1)], **self.hyperparameters)
 
     @property
     def global_batch_size(self) -> int:
@@ -63,89 +102,170 @@ class Recipe:
     @property
     def hyperparameters(self) -> dict[str, Any]:
         """What a scaling reads of the optimizer's parameter group."""
-        return {"lr": self.lr} | ({} if self.optimizer == "sgd" else {"betas": self.betas, "eps": self.eps})
+        if self.optimizer == "sgd":
+            return {"lr": self.lr}
+        return {"lr": self.lr, "betas": self.betas, "eps": self.eps}
 
 
 def counted(count: int, noun: str) -> str:
     """Return "1 node" or "2 nodes"."""
-    return f"{count} {noun}{'s' * (count != 1)}"
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count} {noun}s"
 
 
-def _outcome(scaling: Scaling, recipe: Recipe, scale: float, warmup: int | None) -> _Row:
-    """Return what one scaling says about one run."""
-    base, size, values, problem, largest = recipe.hyperparameters, recipe.global_batch_size, None, None, None
+def _outcome(scaling: Scaling, recipe: Recipe, scale: float, warmup: int | None) -> _Outcome:
+    """Return what one scaling says about a run at some scale; `warmup` is the length of the gradual warm-up."""
+    base = recipe.hyperparameters
+    outcome = _Outcome(
+        lr_scaling=scaling.name,
+        hyperparameters=None,
+        lr_warmup_steps=None,
+        problem=None,
+        largest_global_batch_size=None,
+    )
+    # The gradual warm-up belongs to the linear scaling of Goyal et al.; a smaller batch needs none.
+    if scaling.name == "linear" and scale > 1:
+        outcome["lr_warmup_steps"] = warmup
     try:
-        values = {**base, **scaling.hyperparameters(scale, base)}
+        outcome["hyperparameters"] = {**base, **scaling.hyperparameters(scale, base)}
     except ValueError as error:
-        # The limit itself is not feasible, hence the largest integer strictly below it; the base batch always is.
-        problem, largest = str(error), max(math.ceil(scale_limit(base) * size) - 1, size) if "eps" in base else None
-    return {
-        "lr_scaling": scaling.name,
-        "hyperparameters": values,
-        "lr_warmup_steps": warmup if scaling.name == "linear" and scale > 1 else None,
-        "problem": problem,
-        "largest_global_batch_size": largest,
-    }
+        # Only `"adam_sde"` refuses: every batch of an optimizer that is not Adam, and a scale at or beyond its limit.
+        outcome["problem"] = str(error)
+        if "eps" in base:
+            outcome["largest_global_batch_size"] = _largest_feasible_batch(recipe)
+    return outcome
 
 
-def _run(recipe: Recipe, chunks: Mapping[int, int], *, loader: int, at_once: int, shortened: float = 1) -> _Row:
-    """Return one way to run a recipe; `chunks` says how many devices have so many samples, the largest number first."""
-    pieces = {samples: max(1, -(-samples // at_once)) for samples in chunks}
-    total = sum(samples * devices for samples, devices in chunks.items())
-    scale, parts = total / recipe.global_batch_size, total // loader
-    # Of stock DDP, too: its sampler pads to equal shares, the loader keeps its incomplete last batch, Lightning steps
-    # at the end of an epoch whatever the window holds, and a ceiling of ceilings is the ceiling of the product.
-    per_epoch = None if recipe.dataset_size is None else -(-recipe.dataset_size // total)
-    lengths = (recipe.steps, recipe.warmup_steps)
-    steps, warmup = (None if count is None else scaled_steps(count, shortened) for count in lengths)
-    gradual = None if per_epoch is None else min(filter(None, (_WARMUP_EPOCHS * per_epoch, steps)))
+def _largest_feasible_batch(recipe: Recipe) -> int:
+    """Return the largest global batch that `"adam_sde"` allows: the largest integer strictly below its limit."""
+    base_batch = recipe.global_batch_size
+    limit = scale_limit(recipe.hyperparameters) * base_batch  # exact, a fraction
+    # At the base batch the scale is 1, which is always feasible.
+    return max(math.ceil(limit) - 1, base_batch)
+
+
+def _ceil_divide(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+def _run(recipe: Recipe, devices_with: Mapping[int, int], *, loader: int, at_once: int, shortened: float = 1) -> _Run:
+    """Return one way to run a recipe.
+
+    Args:
+        recipe: The recipe.
+        devices_with: How many devices have so many samples of the global batch, by the samples, most samples first.
+        loader: The loader's `batch_size`.
+        at_once: Most samples that a device holds at once.
+        shortened: What lengths in steps are divided by.
+    """
+    chunks = []
+    accumulate = 1
+    total = 0
+    for samples, devices in devices_with.items():
+        micro_batches = max(1, _ceil_divide(samples, at_once))  # of a device without samples: 1, of none
+        micro_batch_size = _ceil_divide(samples, micro_batches)
+        chunks.append(_Chunk(samples=samples, devices=devices, micro_batch_size=micro_batch_size))
+        accumulate = max(accumulate, micro_batches)
+        total += samples * devices
+    scale = total / recipe.global_batch_size
+
+    steps_per_epoch = None
+    if recipe.dataset_size is not None:
+        # Of stock DDP, too: its sampler pads to equal shares, the loader keeps its incomplete last batch, Lightning
+        # steps at the end of an epoch whatever the window holds, and a ceiling of ceilings is the ceiling of the
+        # product.
+        steps_per_epoch = _ceil_divide(recipe.dataset_size, total)
+    steps = None
+    if recipe.steps is not None:
+        steps = scaled_steps(recipe.steps, shortened)
+    warmup_steps = None
+    if recipe.warmup_steps is not None:
+        warmup_steps = scaled_steps(recipe.warmup_steps, shortened)
+    gradual_warmup = None
+    if steps_per_epoch is not None:
+        gradual_warmup = _WARMUP_EPOCHS * steps_per_epoch
+        if steps is not None:
+            gradual_warmup = min(gradual_warmup, steps)
+
+    # Lightning divides every loss by the window, and DDP the sum over the ranks by their number: by `parts` in all,
+    # which are the loader batches of a step.
+    parts = total // loader
+    mean_loss_gradient = f"mean over {total}"
+    sum_loss_gradient = f"sum over {total}"
+    if parts > 1:
+        mean_loss_gradient = f"mean of {parts} means"
+        sum_loss_gradient = f"sum over {total}, {parts} times too small"
     return {
-        "world_size": sum(chunks.values()),
+        "world_size": sum(devices_with.values()),
         "loader_batch_size": loader,
-        "chunks": [
-            {"samples": samples, "devices": devices, "micro_batch_size": -(-samples // pieces[samples])}
-            for samples, devices in chunks.items()
-        ],
-        "accumulate": max(pieces.values()),
+        "chunks": chunks,
+        "accumulate": accumulate,
         "global_batch_size": total,
         "scale": scale,
-        "steps_per_epoch": per_epoch,
+        "steps_per_epoch": steps_per_epoch,
         "steps": steps,
-        "warmup_steps": warmup,
-        "mean_loss_gradient": f"mean of {parts} means" if parts > 1 else f"mean over {total}",
-        # Lightning divides every loss by the window, and DDP the sum over the ranks by their number.
-        "sum_loss_gradient": f"sum over {total}" + f", {parts} times too small" * (parts > 1),
-        "scalings": [_outcome(scaling, recipe, scale, gradual) for scaling in SCALINGS.values()],
+        "warmup_steps": warmup_steps,
+        "mean_loss_gradient": mean_loss_gradient,
+        "sum_loss_gradient": sum_loss_gradient,
+        "scalings": [_outcome(scaling, recipe, scale, gradual_warmup) for scaling in SCALINGS.values()],
     }
 
 
-def _notes(recipe: Recipe, ours: _Row, even: list[int], most_at_once: int | None) -> list[str]:
+def _notes(recipe: Recipe, run: _Run, even_sizes: Sequence[int], max_device_batch_size: int | None) -> list[str]:
     """Return what the numbers of a plan do not say by themselves."""
-    total, ranks, most = ours["global_batch_size"], ours["world_size"], ours["chunks"][0]["micro_batch_size"]
-    notes = {
-        f"{counted(total, 'sample')} cannot be shared evenly by {counted(ranks, 'device')}: some get one more than"
-        " others, which reduction='weighted_mean' makes exact. Nearest global batches that divide evenly:"
-        f" {' and '.join(map(str, even))}.": total not in even,
-        f"A device holds {most} samples at once, and {recipe.batch_size} in the base run. If memory does not allow"
-        f" that, give max_device_batch_size={recipe.batch_size}.": most_at_once is None and most > recipe.batch_size,
+    notes = []
+    total = run["global_batch_size"]
+    if total not in even_sizes:
+        notes.append(
+            f"{counted(total, 'sample')} cannot be shared evenly by {counted(run['world_size'], 'device')}: some get"
+            " one more than others, which reduction='weighted_mean' makes exact. Nearest global batches that divide"
+            f" evenly: {' and '.join(map(str, even_sizes))}."
+        )
+    most_at_once = run["chunks"][0]["micro_batch_size"]  # the first chunk is the largest
+    if max_device_batch_size is None and most_at_once > recipe.batch_size:
+        notes.append(
+            f"A device holds {most_at_once} samples at once, and {recipe.batch_size} in the base run. If memory does"
+            f" not allow that, give max_device_batch_size={recipe.batch_size}."
+        )
+    notes.append(
         "A loss that is a mean over tokens, or anything else than samples, needs their number as the weight:"
-        " training_step returns {'loss': loss, 'weight': number of tokens}.": True,
+        " training_step returns {'loss': loss, 'weight': number of tokens}."
+    )
+    return notes
+
+
+def _code(recipe: Recipe, nodes: int, devices: int, run: _Run, max_device_batch_size: int | None) -> list[str]:
+    """Return the lines of Python that make a run."""
+    options: dict[str, Any] = {
+        "reduction": "weighted_mean",
+        "split_batches": True,
+        "max_device_batch_size": max_device_batch_size,
     }
-    return [note for note, holds in notes.items() if holds]
-
-
-def _code(recipe: Recipe, nodes: int, devices: int, run: _Row, most_at_once: int | None) -> list[str]:
-    options = {"reduction": "weighted_mean", "split_batches": True, "max_device_batch_size": most_at_once}
     if run["scale"] != 1:
-        # The scaling that was derived for the optimizer, where it is feasible.
-        fitting = {each["lr_scaling"]: each["lr_warmup_steps"] for each in run["scalings"] if not each["problem"]}
-        name = "linear" if recipe.optimizer == "sgd" else "adam_sde" if "adam_sde" in fitting else "sqrt"
-        options |= {"lr_scaling": name, "base_batch_size": recipe.global_batch_size, "lr_warmup_steps": fitting[name]}
-    given = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
+        outcome = _fitting_outcome(recipe, run)
+        options["lr_scaling"] = outcome["lr_scaling"]
+        options["base_batch_size"] = recipe.global_batch_size
+        options["lr_warmup_steps"] = outcome["lr_warmup_steps"]
+    arguments = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
     return [
         f"DataLoader(dataset, batch_size={run['loader_batch_size']})",
-        f"Trainer(num_nodes={nodes}, devices={devices}, strategy=GradAvgStrategy({given}))",
+        f"Trainer(num_nodes={nodes}, devices={devices}, strategy=GradAvgStrategy({arguments}))",
     ]
+
+
+def _fitting_outcome(recipe: Recipe, run: _Run) -> _Outcome:
+    """Return the outcome of the scaling that was derived for the recipe's optimizer, where it is feasible.
+
+    That is `"linear"` for SGD. For Adam it is `"adam_sde"`, and beyond its limit `"sqrt"`, which has the same learning
+    rate.
+    """
+    outcomes = {outcome["lr_scaling"]: outcome for outcome in run["scalings"]}
+    if recipe.optimizer == "sgd":
+        return outcomes["linear"]
+    if outcomes["adam_sde"]["problem"] is None:
+        return outcomes["adam_sde"]
+    return outcomes["sqrt"]
 
 
 def make_plan(
@@ -178,24 +298,33 @@ def make_plan(
         ValueError: If a number is out of range.
         TypeError: If a number is of another type.
     """
-    ranks, base_size = (
-        as_count("nodes", nodes) * as_count("devices_per_node", devices_per_node),
-        recipe.global_batch_size,
-    )
-    total = base_size if global_batch_size is None else as_count("global_batch_size", global_batch_size)
-    at_once = total if max_device_batch_size is None else as_count("max_device_batch_size", max_device_batch_size)
-    share, batch = recipe.batch_size * recipe.accumulate_grad_batches, recipe.batch_size
-    base, stock = (_run(recipe, {share: each}, loader=batch, at_once=batch) for each in (recipe.devices, ranks))
-    chunks = Counter(stop - start for start, stop in even_bounds(total, ranks))
-    ours = _run(recipe, chunks, loader=total, at_once=at_once, shortened=total / base_size)
-    even = [size for size in sorted({total - total % ranks, total + -total % ranks}) if size]
+    ranks = as_count("nodes", nodes) * as_count("devices_per_node", devices_per_node)
+    base_size = recipe.global_batch_size
+    total = base_size
+    if global_batch_size is not None:
+        total = as_count("global_batch_size", global_batch_size)
+    at_once = total
+    if max_device_batch_size is not None:
+        at_once = as_count("max_device_batch_size", max_device_batch_size)
+
+    # The base run and stock DDP: every device has a loader of its own, and accumulates its batches.
+    per_device = recipe.batch_size * recipe.accumulate_grad_batches
+    base = _run(recipe, {per_device: recipe.devices}, loader=recipe.batch_size, at_once=recipe.batch_size)
+    stock = _run(recipe, {per_device: ranks}, loader=recipe.batch_size, at_once=recipe.batch_size)
+    # This package: one loader batch is the global batch, which the devices share. Larger chunks come first.
+    devices_with = Counter(stop - start for start, stop in even_bounds(total, ranks))
+    gradavg = _run(recipe, devices_with, loader=total, at_once=at_once, shortened=total / base_size)
+
+    next_smaller = total - total % ranks
+    next_larger = total + -total % ranks
+    even_sizes = sorted({next_smaller, next_larger} - {0})  # one size if `total` is even itself
     return {
         "recipe": asdict(recipe),
         "cluster": {"nodes": nodes, "devices_per_node": devices_per_node},
         "base": base,
-        "gradavg": ours,
+        "gradavg": gradavg,
         "stock_ddp": stock,
-        "nearest_even_batch_sizes": even,
-        "notes": _notes(recipe, ours, even, max_device_batch_size),
-        "code": _code(recipe, nodes, devices_per_node, ours, max_device_batch_size),
+        "nearest_even_batch_sizes": even_sizes,
+        "notes": _notes(recipe, gradavg, even_sizes, max_device_batch_size),
+        "code": _code(recipe, nodes, devices_per_node, gradavg, max_device_batch_size),
     }

@@ -4,7 +4,7 @@
 
 A *rule* gives each rank a *share*: the multiplier `w_r` of its gradient and the amount `z_r` that it adds to the
 normalizer. The mean has `w = z = 1`, the mean weighted by the ranks' weights `n_r` has `w = z = n_r`, and one vote per
-node has `w = z = 1/L_r`, where `L_r` is the number of ranks on the node. Uneven nodes are no special case.
+node has `w = z = 1/L_r`, where `L_r` is the number of ranks on the node. Nodes may have different numbers of ranks.
 
 Accumulated micro-batches count as further ranks on the same node: the sums run over (rank, micro-batch) pairs, and `W`
 and `L` count pairs.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from lightning_gradavg._support.arguments import did_you_mean
 from lightning_gradavg._support.place import Place, node_from_environment
@@ -49,7 +49,7 @@ class Share(NamedTuple):
 
 
 RuleFunction: TypeAlias = Callable[[Place, float], Share]
-"""`(place, weight) -> Share`. Pure, and the same on all ranks.
+"""`(place, weight) -> Share`. Pure, and the same on all ranks: a rank may compute the shares of others.
 
 A weight is a float >= 0. A number of a share may be a `Fraction`, which keeps sums such as W * (1/W) exact.
 """
@@ -76,32 +76,53 @@ class Rule:
 
     @property
     def node(self) -> int:
-        """The node of this process, or 0 if the share doesn't depend on nodes; then the launcher needn't tell."""
-        counts = not isinstance(self.share, _NamedShare) or "1/L" in vars(self.share).values()
-        return node_from_environment() if counts else 0
+        """The node of this process, or 0 if the share does not depend on nodes.
+
+        In the latter case a launcher that does not tell the node is no error.
+        """
+        # A user's function may read the node of its place.
+        if isinstance(self.share, _NamedShare) and not self.share.uses_nodes:
+            return 0
+        return node_from_environment()
 
 
-_NUMBERS: Mapping[str, Callable[[Place, float], float | Fraction]] = {
-    "1": lambda place, n: 1.0,
-    "n": lambda place, n: n,
-    "1/L": lambda place, n: Fraction(1, place.ranks_on_node),
-    "1/W": lambda place, n: Fraction(1, place.world_size),
-}
+_Number: TypeAlias = Literal["1", "n", "1/L", "1/W"]
+"""A number of a named rule's share. n: weight; L: pairs of rank and micro-batch on the node; W: all pairs."""
+
+
+def _value_of(number: _Number, place: Place, weight: float) -> float | Fraction:
+    if number == "1":
+        return 1.0
+    if number == "n":
+        return weight
+    # Fractions: in floats, the sum over 49 ranks of 1/49 is not 1, and the factor of a gradient would not be exact.
+    if number == "1/L":
+        return Fraction(1, place.ranks_on_node)
+    return Fraction(1, place.world_size)
 
 
 @dataclass(frozen=True)
 class _NamedShare:
-    """A share of two `_NUMBERS`. It is data, so rules stay equal in spawned processes."""
+    """The share of a named rule: two numbers by name.
 
-    multiplier: str
-    normalizer: str
+    It is data, not a function, so a rule that was pickled for a spawned process equals the one in `RULES`.
+    """
+
+    multiplier: _Number
+    normalizer: _Number
+
+    @property
+    def uses_nodes(self) -> bool:
+        return self.multiplier == "1/L" or self.normalizer == "1/L"
 
     def __call__(self, place: Place, weight: float) -> Share:
-        return Share(_NUMBERS[self.multiplier](place, weight), _NUMBERS[self.normalizer](place, weight))
+        multiplier = _value_of(self.multiplier, place, weight)
+        normalizer = _value_of(self.normalizer, place, weight)
+        return Share(multiplier, normalizer)
 
 
-def _rule(name: str, multiplier: str, normalizer: str, formula: str, *, averages_window: bool = False) -> Rule:
-    uses_weight = "n" in (multiplier, normalizer)
+def _rule(name: str, multiplier: _Number, normalizer: _Number, formula: str, *, averages_window: bool = False) -> Rule:
+    uses_weight = multiplier == "n" or normalizer == "n"
     return Rule(name, _NamedShare(multiplier, normalizer), uses_weight, formula, averages_window)
 
 
@@ -119,22 +140,30 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         )
     }
 )
-"""The named rules. W: pairs of rank and micro-batch; n: weight; L: pairs on the node."""
+"""The named rules: name, w, z and formula. W: pairs of rank and micro-batch; n: weight; L: pairs on the node."""
 
+# `"mean"` where ranks share a loader batch: they may have different numbers of samples. It keeps its name, which
+# messages and checkpoints show.
 _MEAN_OVER_SAMPLES = _rule("mean", "n", "n", "sum(n * g) / sum(n) over the samples n of each chunk")
 
 
 def rule_of_split_batches(rule: Rule) -> Rule:
-    """Return the rule for ranks that share each loader batch, where a rank may have fewer samples, or none.
+    """Return the rule for ranks that share each loader batch, which may have different numbers of samples, or none.
 
-    The mean is then over the samples of the loader batch. A node's mean over its ranks has no such meaning.
+    The plain mean becomes the mean over the samples of the loader batch.
+
+    Raises:
+        ValueError: If the rule averages over the ranks of a node: a mean over ranks is none over samples.
     """
     if rule.name in ("mean_of_node_means", "sum_of_node_means"):
         raise ValueError(
             f"reduction={rule.name!r} weights all ranks of a node equally, but with split_batches=True a rank may"
             " have fewer samples than another, or none. Use 'weighted_mean', or set split_batches=False."
         )
-    return _MEAN_OVER_SAMPLES if rule == RULES["mean"] else rule
+    # Equal, not identical: in a spawned process the rule is an unpickled copy.
+    if rule == RULES["mean"]:
+        return _MEAN_OVER_SAMPLES
+    return rule
 
 
 def resolve_rule(reduction: str | RuleFunction | Rule) -> Rule:
@@ -145,65 +174,83 @@ def resolve_rule(reduction: str | RuleFunction | Rule) -> Rule:
         return RULES[reduction]
     if callable(reduction):
         name = getattr(reduction, "__qualname__", type(reduction).__qualname__)
-        return Rule(name, reduction, True, f"sum(w * g) / sum(z) with (w, z) from {name}")
+        # Whether a function reads its weight cannot be known, so it always gets one.
+        return Rule(name, reduction, uses_weight=True, formula=f"sum(w * g) / sum(z) with (w, z) from {name}")
     accepted = f"one of {', '.join(map(repr, RULES))}, or a function (place, weight) -> Share"
     if not isinstance(reduction, str):
         raise TypeError(f"reduction must be {accepted}; got {reduction!r} of type {type(reduction).__name__}.")
     raise ValueError(f"reduction={reduction!r} is not a rule.{did_you_mean(reduction, RULES)} Use {accepted}.")
 
 
-def is_number(value: float) -> bool:
+def is_number(value: float | Fraction) -> bool:
     """Return whether weights and shares may have this value: finite and >= 0."""
-    return 0 <= value < math.inf
+    return 0 <= value < math.inf  # False for NaN
 
 
 def share_of(rule: Rule, place: Place, weight: float) -> Share:
     """Return the share of one pair. Under a rule that uses weights, weight 0 gives the share (0, 0).
 
+    A user's function is not called with weight 0, so it may divide by the weight or take its logarithm
+    (`test_a_rule_that_uses_weights_is_not_asked_for_nothing`).
+
     Raises:
         ValueError: If the weight is not finite and >= 0, or the rule fails or returns such a number.
     """
+    # Weight and share are checked here for every rule, so callers add up and divide without further checks.
     if rule.uses_weight and not is_number(weight):
         raise ValueError(f"weight {weight!r} is not a finite number >= 0")
     if rule.uses_weight and weight == 0:
         return Share(0.0, 0.0)
     try:
-        share = Share(*rule.share(place, weight))
-        wrong = [name for name, number in share._asdict().items() if not is_number(number)]
+        # The function is the user's: it may raise, or return something that is no pair of numbers.
+        multiplier, normalizer = rule.share(place, weight)
+        usable = is_number(multiplier) and is_number(normalizer)
     except Exception as error:
         raise ValueError(
             f"the reduction rule {rule.name!r} failed on ({place}, {weight}): {error!r}."
             " A rule is a function (place, weight) -> Share(multiplier, normalizer)."
         ) from error
-    if wrong:
+    if not usable:
+        wrong = f"multiplier={multiplier!r}"
+        if is_number(multiplier):
+            wrong = f"normalizer={normalizer!r}"
         raise ValueError(
-            f"the reduction rule {rule.name!r} returned {wrong[0]}={getattr(share, wrong[0])!r} for ({place}, weight"
-            f" {weight}). Both numbers of a share must be finite and >= 0."
+            f"the reduction rule {rule.name!r} returned {wrong} for ({place}, weight {weight})."
+            " Both numbers of a share must be finite and >= 0."
         )
-    return share
+    return Share(multiplier, normalizer)
 
 
 def in_window(place: Place, length: int) -> Place:
-    """Return a rank's place in a window of that many micro-batches, which count as further ranks on the same node."""
+    """Return a rank's place in a window of `length` micro-batches, which count as further ranks on the same node."""
     return replace(place, world_size=length * place.world_size, ranks_on_node=length * place.ranks_on_node)
 
 
 def depends_on_length(rule: Rule, places: Sequence[Place]) -> bool:
     """Return whether a share depends on the number of micro-batches in its window.
 
-    Shares are needed before the length of the window is known, so only named rules can serve such windows:
-    their dependence is known (`Rule.averages_window`). A rule with weights that is not named is tried at all places
-    with two weights.
+    Shares are needed before the length of the window is known, so only named rules can serve windows whose length they
+    depend on:
+
+    | rule | answer |
+    |---|---|
+    | without weights | `Rule.averages_window`: under the others Z is the same for windows of any length |
+    | named, with weights | no: its numbers are 1 and n |
+    | a user's function | found by trial, at all places, with two weights and windows of 1, 2 and 3 micro-batches |
+
+    Args:
+        rule: The rule.
+        places: The places of all ranks.
     """
     if not rule.uses_weight:
         return rule.averages_window
     if isinstance(rule.share, _NamedShare):
         return False
+    # A function may differ only on some ranks (rank 0 counts double) or nodes, so every place is tried.
     for place in places:
         for weight in (1.0, 3.0):
             share = share_of(rule, place, weight)
-            if share != share_of(rule, in_window(place, 2), weight):
-                return True
-            if share != share_of(rule, in_window(place, 3), weight):
-                return True
+            for length in (2, 3):
+                if share_of(rule, in_window(place, length), weight) != share:
+                    return True
     return False

@@ -532,6 +532,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Name the rank that failed first."""
-        self._rates.end()
+        self._rates.restore_groups()
         self._evaluation.explain(exception)
         super().on_exception(exception)

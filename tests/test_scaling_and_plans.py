@@ -106,6 +106,8 @@ OTHER = "is meant for Adam (betas, eps) and RMSprop (alpha, eps); this optimizer
             for kind in (SGD, torch.optim.ASGD, torch.optim.Adagrad)
         ),
         ("adam_sde", {"lr": 0.1, "betas": (0.9, 0.99)}, 2, ValueError, OTHER),  # Lion
+        ("adam_sde", {"lr": 0.1, "momentum": 0.95, "eps": 1e-7, "ns_steps": 5}, 2, ValueError, OTHER),  # Muon
+        *(("linear", group, 2, ValueError, "without one: its `lr` is missing or None") for group in ({}, {"lr": None})),
         *((lambda _, value=value: value, ADAM, 8, ValueError, FACTOR) for value in (0.0, math.inf, math.nan)),
         *(
             (lambda _, value=value: value, ADAM, 8, TypeError, f"{NUMBER}, got {value!r}")
@@ -180,7 +182,7 @@ def counted_by(rates: Rates) -> Any:
     ),
     warmup=st.sampled_from([0, 3]),
 )
-def test_groups_hold_effective_values_in_a_step_and_base_values_between(kind: str, batches: Any, warmup: int) -> None:
+def test_groups_hold_scaled_values_in_a_step_and_base_values_between(kind: str, batches: Any, warmup: int) -> None:
     """Under any scale, with rates that are written, groups that are added, and steps that fail."""
     rule, steps, optimizer = "adam_sde" if kind == "adam" else "linear", 0, make(kind)
     rates, groups = attached(optimizer, lr_scaling=rule, warmup=warmup), optimizer.param_groups
@@ -195,14 +197,14 @@ def test_groups_hold_effective_values_in_a_step_and_base_values_between(kind: st
         if changed == 2:
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.5})
         base = moving(groups)
-        rates.apply()
+        rates.scale_groups()
         follow(rates, scale)
         assert moving(groups) == base
         full, moments = SCALINGS[rule].factor(scale), SCALINGS[rule].moments
         factor = 1 + (full - 1) * steps / warmup if steps < warmup else full
         expected = [{**group, **moments(scale, group), "lr": group["lr"] * factor} for group in base]
         assert rates.learning_rates() == tuple(group["lr"] for group in expected)
-        rates.apply()
+        rates.scale_groups()
         assert moving(groups) == expected
         for group in [] if written is None else [0, 1] if kind == "shared" else [changed]:
             expected[group]["lr"], base[group]["lr"] = written, written / factor
@@ -233,6 +235,11 @@ def saved_and_loaded(optimizer: Any) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
 
 
+def written_saved_and_loaded(optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] = 0.8
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
 def removed(optimizer: Any) -> None:
     del optimizer.param_groups[0]
 
@@ -248,6 +255,7 @@ CHANGES: dict[str, tuple[Any, list[float]]] = {
     "a group": (added, [0.1, 0.01, 0.5]),
     "a group at the default rate": (added_by_default, [0.1, 0.01, 0.001]),
     "a state of this step": (saved_and_loaded, [0.1, 0.01]),
+    "a rate and a state of this step": (written_saved_and_loaded, [0.2, 0.01]),
     "a state of before": (lambda optimizer: optimizer.load_state_dict(make("sgd").state_dict()), [0.1, 0.01]),
     "no first group": (removed, [0.01]),
     "the first group as the last": (removed_and_back, [0.01, 0.5, 0.1]),
@@ -260,7 +268,7 @@ def test_groups_that_change_within_a_step_are_scaled_in_it(change: Any, base: li
     """And they are at rest afterwards, in checkpoints, too."""
     optimizer = make("sgd")
     rates = attached(optimizer)
-    rates.apply()
+    rates.scale_groups()
     change(optimizer)
     assert pytest.approx([4 * lr for lr in base]) == [group["lr"] for group in optimizer.param_groups]
     assert pytest.approx([4 * lr for lr in base]) == list(rates.learning_rates())
@@ -271,14 +279,14 @@ def test_groups_that_change_within_a_step_are_scaled_in_it(change: Any, base: li
     for _ in range(2):
         assert base == [group["lr"] for group in optimizer.param_groups]
         assert {"add_param_group", "load_state_dict"}.isdisjoint(vars(optimizer))
-        rates.apply()
-        rates.end()
+        rates.scale_groups()
+        rates.restore_groups()
 
 
 def test_a_group_past_the_method_of_torch_is_scaled_when_the_optimizer_steps() -> None:
     optimizer = make("sgd")
     rates = attached(optimizer)
-    rates.apply()
+    rates.scale_groups()
     optimizer.param_groups.append({**optimizer.param_groups[0], "params": [], "lr": 0.5})
     used = rates.optimizer_step(optimizer, lambda: [group["lr"] for group in optimizer.param_groups])
     assert pytest.approx([0.4, 0.04, 2]) == used
@@ -290,12 +298,20 @@ def test_a_new_group_may_share_a_tensor_with_one_that_is_scaled() -> None:
     rate = torch.tensor(0.1, dtype=torch.float64)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=rate)
     rates = attached(optimizer)
-    rates.apply()
+    rates.scale_groups()
     added_by_default(optimizer)
     assert [rate, rate] == [group["lr"] for group in optimizer.param_groups]
     assert pytest.approx(0.4) == rate.item()
-    rates.end()
+    rates.restore_groups()
     assert rate.item() == 0.1
+
+
+def test_a_report_leaves_out_groups_without_a_rate() -> None:
+    """As of Adafactor, which may compute its own."""
+    optimizer = make("sgd")
+    rates = attached(optimizer, lr_scaling="none")
+    optimizer.param_groups[0]["lr"] = None
+    assert rates.learning_rates() == (0.01,)
 
 
 def test_optimizers_that_come_later() -> None:
@@ -309,7 +325,7 @@ def test_optimizers_that_come_later() -> None:
     assert counted_by(rates) == [2]
     rates.run.trainer.optimizers = [make("sgd"), before]
     assert counted_by(rates) == [0, 2]
-    rates.apply()
+    rates.scale_groups()
     assert [[0.4, 0.04]] * 2 == [[one["lr"] for one in each.param_groups] for each in rates.run.trainer.optimizers]
     rates.setup_optimizers(rates.run.trainer.optimizers)
     assert counted_by(rates) == [0, 2]
@@ -321,17 +337,17 @@ def test_infeasible_values_are_refused_before_any_group_changes() -> None:
         optimizer.param_groups[1]["betas"] = (beta, 0.999)  # as a schedule sets them
         rates, before = attached(optimizer, lr_scaling="adam_sde", scale=scale), moving(optimizer.param_groups)
         with pytest.raises(ValueError, match=rf"scale {scale} with beta1={beta}.*below {limit}\."):
-            rates.apply()
+            rates.scale_groups()
         assert before == moving(optimizer.param_groups)
 
 
 def test_an_infeasible_group_that_is_added_leaves_the_others_at_rest() -> None:
     optimizer = make("adam")
     rates = attached(optimizer, lr_scaling="adam_sde", scale=4)
-    rates.apply()
+    rates.scale_groups()
     with pytest.raises(ValueError, match=r"scale 4 with beta1=0.5.*below 2\."):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.5, "betas": (0.5, 0.999)})
-    rates.end()
+    rates.restore_groups()
     assert [0.1, 0.01, 0.5] == [group["lr"] for group in optimizer.param_groups]
 
 

@@ -1,8 +1,9 @@
-"""Learning rate and batch size: what a change of the global batch asks of the optimizer.
+"""Learning rate and batch size: how the optimizer's hyperparameters follow the global batch.
 
-The *scale* `k = B / B0` is the ratio of the global batch, all samples of one optimizer step over ranks and window, to
-the base batch that the learning rate was tuned for. A *scaling* is a choice of the factor `f(k)` of the learning rate,
-for a gradient that is a mean over the global batch.
+The *scale* `k = B / B0` is the ratio of the global batch to the base batch. The global batch B is all samples of one
+optimizer step, over ranks and window. The base batch B0 is the one that the learning rate was tuned for. A *scaling*
+is a choice of the factor `f(k)` of the learning rate. Every scaling assumes a gradient that is a mean over the global
+batch: `counted_twice` warns where it is a sum.
 
 Sources: linear and gradual warm-up, Goyal et al. 2017 (arXiv 1706.02677); square root, Krizhevsky 2014 (arXiv
 1404.5997); Adam and RMSprop, Malladi et al. 2022 (arXiv 2205.10287).
@@ -11,18 +12,18 @@ Sources: linear and gradual warm-up, Goyal et al. 2017 (arXiv 1706.02677); squar
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, SupportsFloat, TypeAlias
 
 from lightning_gradavg._support.arguments import as_count, did_you_mean
 
 __all__ = [
     "SCALINGS",
     "BatchScale",
+    "Hyperparameters",
     "ScaleFunction",
     "Scaling",
     "as_positive",
@@ -37,12 +38,20 @@ __all__ = [
 ScaleFunction: TypeAlias = Callable[[float], float]
 """`scale -> factor` of the learning rate. Pure, the same on all ranks; the factor is finite and > 0."""
 
+Hyperparameters: TypeAlias = Mapping[str, Any]
+"""Values of a parameter group of `torch.optim` by name: floats, tuples of floats, or tensors of one element."""
 
-def _unscaled(scale: float) -> float:  # by name, so that it can be pickled
+
+# Functions, not lambdas: the strategy, and with it its `Scaling`, is pickled for processes that are spawned.
+def _unscaled_factor(scale: float) -> float:
     return 1.0
 
 
-def _nothing(scale: float, base: Mapping[str, Any]) -> Mapping[str, Any]:
+def _linear_factor(scale: float) -> float:
+    return scale
+
+
+def _no_moments(scale: float, base: Hyperparameters) -> Hyperparameters:
     return {}
 
 
@@ -54,33 +63,44 @@ class Scaling:
         name: What messages call it: the `lr_scaling=` name, or the qualified name of a user's function.
         factor: The pure function `scale -> factor`.
         formula: The scaling in one line of text, for messages.
-        moments: The pure function of the scale and a parameter group with base values that returns the optimizer's
-            smoothing (`betas`, `alpha`) and `eps`, by name, as far as they follow the scale too.
+        moments: A pure function of the scale and a parameter group with base values. It returns the scaled smoothing
+            constants (`betas` or `alpha`) and `eps` by name, or nothing if the scaling leaves them alone.
     """
 
     name: str
     factor: ScaleFunction
     formula: str
-    moments: Callable[[float, Mapping[str, Any]], Mapping[str, Any]] = _nothing
+    moments: Callable[[float, Hyperparameters], Hyperparameters] = _no_moments
 
     def at(self, scale: float) -> float:
         """Return the factor of the learning rate; ValueError unless it and the scale are finite and > 0."""
         factor = self.factor(as_positive("scale", scale))
         return as_positive(f"the factor of lr_scaling {self.name!r} at scale {scale:g}", factor)
 
-    def hyperparameters(self, scale: float, base: Mapping[str, Any], factor: float | None = None) -> dict[str, Any]:
-        """Return what the scaling governs of a parameter group with base values, by name.
+    def hyperparameters(self, scale: float, base: Hyperparameters, factor: float | None = None) -> dict[str, Any]:
+        """Return the scaled values of all hyperparameters that the scaling changes, by name.
 
-        In a warm-up the learning rate has a factor of its own.
+        Args:
+            scale: The global batch over the base batch.
+            base: A parameter group with base values.
+            factor: The factor of the learning rate within a warm-up; None for that after it.
 
         Raises:
-            ValueError: If `"adam_sde"` meets an optimizer of another kind, or a scale of `scale_limit` or more.
+            ValueError: If the group has no learning rate, or if `"adam_sde"` meets an optimizer of another kind or a
+                scale of `scale_limit` or more.
         """
-        return {"lr": base["lr"] * (self.at(scale) if factor is None else factor), **self.moments(scale, base)}
+        if base.get("lr") is None:
+            raise ValueError(
+                f"lr_scaling={self.name!r} scales the learning rate, but this optimizer has a parameter group without"
+                " one: its `lr` is missing or None. Use lr_scaling='none' with it."
+            )
+        if factor is None:
+            factor = self.at(scale)
+        return {"lr": base["lr"] * factor, **self.moments(scale, base)}
 
 
 def resolve_scaling(lr_scaling: str | ScaleFunction) -> Scaling:
-    """Return the scaling that `lr_scaling` names, or of which it is the function."""
+    """Return the scaling that `lr_scaling` names, or the one of a user's function."""
     if callable(lr_scaling):
         name = getattr(lr_scaling, "__qualname__", type(lr_scaling).__qualname__)
         return Scaling(name, lr_scaling, f"{name}(k) * lr")
@@ -95,59 +115,83 @@ def resolve_scaling(lr_scaling: str | ScaleFunction) -> Scaling:
     return SCALINGS[lr_scaling]
 
 
-def as_positive(name: str, value: Any) -> float:
+def as_positive(name: str, value: object) -> float:
     """Return the number `value` as a float; ValueError unless it is finite and > 0, TypeError if it is no number."""
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
+    # `True` is a number to Python, and a tensor or a NumPy scalar is one to the user.
+    if isinstance(value, bool) or not isinstance(value, SupportsFloat):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}.")
-    if not 0 < float(value) < math.inf:
+    number = float(value)
+    if not 0 < number < math.inf:  # NaN, too
         raise ValueError(f"{name} must be finite and > 0, got {value!r}.")
-    return float(value)
+    return number
 
 
 def _as_written(number: float) -> Fraction:
-    # The shortest decimal that reads back as `number`: 1 - 2 * (1 - 0.9) is then 0.8 and not 0.8 - 1e-16, and
-    # 10 * (1 - 0.9) is 1, the limit itself, and not just below it.
+    """Return the shortest decimal that reads back as `number`, exactly.
+
+    With it 1 - 2 * (1 - 0.9) is 0.8, and not 0.8 - 1e-16; and 10 * (1 - 0.9) is 1, the limit of `"adam_sde"` itself,
+    and not just below it.
+    """
     return Fraction(repr(float(number)))
 
 
-def _smoothing(base: Mapping[str, Any]) -> dict[str, float]:
-    """Return the smoothing constants of an Adam or RMSprop parameter group by the names that messages use."""
-    # `eps` must stand beside them: ASGD has an `alpha` and Lion has `betas` that mean something else.
-    if "eps" not in base or not {"betas", "alpha"} & base.keys():
-        raise ValueError(
-            "lr_scaling='adam_sde' is meant for Adam (betas, eps) and RMSprop (alpha, eps); this optimizer has"
-            f" {', '.join(base)}. Use 'linear' or 'sqrt' with it."
-        )
-    betas = {f"beta{index}": beta for index, beta in enumerate(base.get("betas", ()), start=1)}
-    return betas or {"alpha": base["alpha"]}
+def _smoothing(base: Hyperparameters) -> dict[str, float]:
+    """Return the smoothing constants of an Adam or RMSprop parameter group by the names that messages use.
 
-
-def scale_limit(base: Mapping[str, Any]) -> Fraction:
-    """Return the scale that `"adam_sde"` must stay below, exactly: 1 / (1 - the smallest smoothing constant)."""
-    return 1 / (1 - _as_written(min(_smoothing(base).values())))
-
-
-def _sde_moments(scale: float, base: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what keeps the stochastic differential equation of Adam or RMSprop (Malladi et al. 2022).
-
-    lr' = sqrt(k) * lr, 1 - beta' = k * (1 - beta) for every beta (RMSprop: `alpha`), eps' = eps / sqrt(k) with eps
-    outside the square root as in `torch.optim`. Weight decay is not part of it.
+    | optimizer | its group has | result |
+    |---|---|---|
+    | Adam and its variants | `betas`, `eps` | `{"beta1": ..., "beta2": ...}` |
+    | RMSprop | `alpha`, `eps` | `{"alpha": ...}` |
+    | any other | something else | ValueError |
     """
-    named, limit = _smoothing(base), scale_limit(base)
+    # `eps` tells them apart from others: ASGD has an `alpha` and Lion has `betas` that mean something else.
+    if "eps" in base and "betas" in base:
+        return {f"beta{index}": beta for index, beta in enumerate(base["betas"], start=1)}
+    if "eps" in base and "alpha" in base:
+        return {"alpha": base["alpha"]}
+    raise ValueError(
+        "lr_scaling='adam_sde' is meant for Adam (betas, eps) and RMSprop (alpha, eps); this optimizer has"
+        f" {', '.join(base)}. Use 'linear' or 'sqrt' with it."
+    )
+
+
+def scale_limit(base: Hyperparameters) -> Fraction:
+    """Return the scale that `"adam_sde"` must stay below, exactly: 1 / (1 - the smallest smoothing constant).
+
+    At the limit, 1 - k * (1 - beta) is 0 for that constant, and beyond it negative.
+    """
+    smallest = min(_smoothing(base).values())
+    return 1 / (1 - _as_written(smallest))
+
+
+def _sde_moments(scale: float, base: Hyperparameters) -> Hyperparameters:
+    """Return the smoothing constants and `eps` that keep the stochastic differential equation of Adam or RMSprop.
+
+    1 - beta' = k * (1 - beta) for every beta (RMSprop: `alpha`), and eps' = eps / sqrt(k), with eps outside the square
+    root as in `torch.optim` (Malladi et al. 2022, arXiv 2205.10287). Together with lr' = sqrt(k) * lr this is their
+    rule. Weight decay is not part of it.
+    """
+    smoothing = _smoothing(base)
+    limit = scale_limit(base)
+    # At scale 1 nothing changes, so beta = 0, whose limit is 1, is allowed.
     if _as_written(scale) >= limit and scale != 1:
-        name, smallest = min(named.items(), key=lambda item: item[1])
+        name = min(smoothing, key=smoothing.__getitem__)
         raise ValueError(
-            f"lr_scaling='adam_sde' is not feasible at scale {scale:g} with {name}={smallest!r}, for which it must stay"
-            f" below {float(limit):g}. Use a smaller global batch, a {name} closer to 1, or lr_scaling='sqrt'."
+            f"lr_scaling='adam_sde' is not feasible at scale {scale:g} with {name}={smoothing[name]!r}, for which it"
+            f" must stay below {float(limit):g}. Use a smaller global batch, a {name} closer to 1, or"
+            " lr_scaling='sqrt'."
         )
-    scaled = tuple(float(1 - _as_written(scale) * (1 - _as_written(value))) for value in named.values())
-    return {**({"betas": scaled} if "betas" in base else {"alpha": scaled[0]}), "eps": base["eps"] / math.sqrt(scale)}
+    scaled = [float(1 - _as_written(scale) * (1 - _as_written(constant))) for constant in smoothing.values()]
+    eps = base["eps"] / math.sqrt(scale)
+    if "betas" in base:
+        return {"betas": tuple(scaled), "eps": eps}
+    return {"alpha": scaled[0], "eps": eps}
 
 
 SCALINGS: Mapping[str, Scaling] = MappingProxyType(
     {
-        "none": Scaling("none", _unscaled, "lr"),
-        "linear": Scaling("linear", operator.pos, "k * lr"),
+        "none": Scaling("none", _unscaled_factor, "lr"),
+        "linear": Scaling("linear", _linear_factor, "k * lr"),
         "sqrt": Scaling("sqrt", math.sqrt, "sqrt(k) * lr"),
         "adam_sde": Scaling("adam_sde", math.sqrt, "sqrt(k) * lr, 1 - k * (1 - beta), eps / sqrt(k)", _sde_moments),
     }
@@ -160,7 +204,9 @@ def warmup_factor(factor: float, step: int, warmup_steps: int) -> float:
 
     It is 1 + (f - 1) * t / T for t < T, then f: the warm-up starts at the base learning rate, not at 0.
     """
-    return 1 + (factor - 1) * step / warmup_steps if step < warmup_steps else factor
+    if step >= warmup_steps:
+        return factor
+    return 1 + (factor - 1) * step / warmup_steps
 
 
 def scaled_steps(steps: int, scale: float) -> int:
@@ -169,13 +215,16 @@ def scaled_steps(steps: int, scale: float) -> int:
     It is at least 1, unless `steps` is 0.
     """
     exact = as_count("steps", steps, least=0) / _as_written(as_positive("scale", scale))
-    return max(math.floor(exact + Fraction(1, 2)), min(steps, 1))
+    rounded = math.floor(exact + Fraction(1, 2))
+    if steps > 0:
+        return max(rounded, 1)
+    return rounded
 
 
 class BatchScale(NamedTuple):
-    """The global batch and the base batch: samples of one optimizer step, over ranks and window.
+    """The global batch and the base batch, each the samples of one optimizer step over ranks and window.
 
-    Where no loader tells its batch size they are not `known`, but their ratio is.
+    Where no loader tells its batch size, neither is known, but their ratio is: both are then counted in loader batches.
     """
 
     global_batch_size: int
@@ -200,8 +249,26 @@ def batch_scale(
     """Return the global batch of a run, by the batch sizes of all its training loaders, and the base batch.
 
     With `split_batches` the ranks share each loader batch. Without `base_batch_size` the base run is this script, with
-    the same loader and accumulation, on `base_world_size` ranks: the scale is world_size / base_world_size, and with
-    `split_batches` 1.
+    the same loader and accumulation, on `base_world_size` ranks. With b the loader's batch size and N the accumulation:
+
+    | `split_batches` | `base_batch_size` | global batch | base batch |
+    |---|---|---|---|
+    | False | None | b * N * world_size | b * N * base_world_size |
+    | False | given | b * N * world_size | `base_batch_size` |
+    | True | None | b * N | b * N |
+    | True | given | b * N | `base_batch_size` |
+
+    Args:
+        sizes: The batch size of each training loader, None for one that does not tell.
+        accumulation: Loader batches per optimizer step.
+        world_size: Ranks of this run.
+        split_batches: Whether the ranks share each loader batch.
+        base_batch_size: The base batch in samples.
+        base_world_size: Ranks of the base run.
+
+    Raises:
+        ValueError: If a number is out of range, if `base_world_size` says nothing about the base batch, or if
+            `base_batch_size` is given and the loaders do not have one known batch size.
     """
     base_ranks = as_count("base_world_size", base_world_size)
     if base_ranks > 1 and split_batches and base_batch_size is None:
@@ -210,28 +277,42 @@ def batch_scale(
             " is the loader's batch on any number of ranks. Give base_batch_size, the global batch that the"
             " learning rate was tuned for."
         )
-    size = sizes[0] if len({*sizes}) == 1 else None
+    size = _common_size(sizes)
     if size is None and base_batch_size is not None:
         raise ValueError(
             f"base_batch_size={base_batch_size} needs the size of a training batch, but the training loaders have the"
             f" batch sizes {list(sizes)}. Give the loader, its batch sampler or its dataset an attribute `batch_size`,"
             " or use base_world_size."
         )
+    # Without a known size, the unit is one loader batch: the ratio is right all the same.
+    loader_batch = size if size is not None else 1
+    per_rank = loader_batch * accumulation
     if split_batches:
-        world_size = base_ranks = 1
-    samples = (size or 1) * accumulation
-    base = samples * base_ranks if base_batch_size is None else as_count("base_batch_size", base_batch_size)
-    return BatchScale(samples * world_size, base, known=size is not None)
+        global_batch = per_rank
+        base_batch = per_rank
+    else:
+        global_batch = per_rank * world_size
+        base_batch = per_rank * base_ranks
+    if base_batch_size is not None:
+        base_batch = as_count("base_batch_size", base_batch_size)
+    return BatchScale(global_batch, base_batch, known=size is not None)
+
+
+def _common_size(sizes: Sequence[int | None]) -> int | None:
+    """Return the batch size that all loaders have, or None if they differ or one does not tell."""
+    if len(set(sizes)) != 1:
+        return None
+    return sizes[0]
 
 
 def counted_twice(rule_name: str, scaling: Scaling, scale: float, nodes: int = 1) -> str:
-    """Return the warning of a gradient that grows with the batch, as a sum does, beside a scaled learning rate, or "".
+    """Return the warning about a gradient that grows with the batch, as a sum does, beside a scaled learning rate.
 
-    Other rules are taken for means, and the base run for one on a single node.
+    It is "" if either of the two does not change. Rules that `_gradient_growth` does not name are taken for means.
     """
-    growths = {"sum": scale, "mean_of_node_sums": scale / nodes, "sum_of_node_means": float(nodes)}
-    growth, factor = growths.get(rule_name, 1.0), scaling.at(scale)
-    if 1 in (growth, factor):
+    growth = _gradient_growth(rule_name, scale, nodes)
+    factor = scaling.at(scale)
+    if growth == 1 or factor == 1:
         return ""
     return (
         f"reduction={rule_name!r} and lr_scaling={scaling.name!r} count the change of the batch twice, at scale"
@@ -239,3 +320,17 @@ def counted_twice(rule_name: str, scaling: Scaling, scale: float, nodes: int = 1
         f" times its own, so an SGD step is {growth * factor:.6g} times the base step. Use lr_scaling='none', or a mean"
         " such as 'normalized_sum' (sum losses) or 'weighted_mean'."
     )
+
+
+def _gradient_growth(rule_name: str, scale: float, nodes: int) -> float:
+    """Return the gradient of this run over that of a base run on one node, for samples with equal gradients.
+
+    `test_multipliers_of_a_step_are_those_of_a_toy` computes the same by the rules.
+    """
+    if rule_name == "sum":
+        return scale
+    if rule_name == "mean_of_node_sums":  # a sum on each node, which has one of `nodes` parts of the batch
+        return scale / nodes
+    if rule_name == "sum_of_node_means":
+        return nodes
+    return 1.0

@@ -1,4 +1,4 @@
-"""What was observed of one optimizer step: the numbers of the reduction formula, and the norms on both of its sides.
+"""The report of one optimizer step: the numbers of the reduction formula, and the norms on both of its sides.
 
     g = ( sum over r of  w_r * g_r ) / Z
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lightning_gradavg.reduction.window import WindowRecord
 from lightning_gradavg.rules import Rule
@@ -17,7 +17,10 @@ from lightning_gradavg.rules import Rule
 __all__ = ["SUMMED_LOSSES", "RankMeasurement", "StepReport", "known_sum", "measure_rank"]
 
 SUMMED_LOSSES = ("sum", "normalized_sum", "mean_of_node_sums")
-"""The rules that are meant for losses that are sums over the samples; every other is for means."""
+"""The rules that are meant for losses that are sums over the samples; every other is for means.
+
+Only the local norms of a report depend on it.
+"""
 
 
 @dataclass(frozen=True)
@@ -58,22 +61,36 @@ class StepReport:
     lr_scale: float
 
     @classmethod
-    def of(cls, rule: Rule, ranks: Sequence[RankMeasurement], **facts: Any) -> StepReport:
-        """Return the report of all ranks' measurements; `facts` are the remaining attributes."""
+    def of(
+        cls,
+        rule: Rule,
+        ranks: Sequence[RankMeasurement],
+        *,
+        step: int,
+        gradient_norm: float,
+        learning_rates: tuple[float, ...],
+        lr_scale: float,
+    ) -> StepReport:
+        """Return the report of all ranks' measurements, in rank order. The keywords are attributes of the report."""
         normalizer = sum(rank.normalizer for rank in ranks)
-        weighed_loss = sum(rank.weighed_loss for rank in ranks)
+        loss = 0.0
+        if normalizer > 0:
+            loss = sum(rank.weighed_loss for rank in ranks) / normalizer
         return cls(
+            step=step,
             rule=rule.name,
             formula=rule.formula,
-            loss=weighed_loss / normalizer if normalizer > 0 else 0.0,
+            loss=loss,
             weights=tuple(rank.weight for rank in ranks),
             multipliers=tuple(rank.multiplier for rank in ranks),
             normalizer=normalizer,
             world_size=len(ranks),
             micro_batches=tuple(rank.micro_batches for rank in ranks),
             samples=tuple(rank.samples for rank in ranks),
+            gradient_norm=gradient_norm,
             local_gradient_norms=tuple(rank.norm for rank in ranks),
-            **facts,
+            learning_rates=learning_rates,
+            lr_scale=lr_scale,
         )
 
     @property
@@ -93,26 +110,29 @@ class StepReport:
             "local gradient norms": self.local_gradient_norms,
             "learning rates": self.learning_rates,
         }
-        plural = "s" if self.world_size > 1 else ""
-        lines = [f"step {self.step}: reduction={self.rule!r}, g = {self.formula}, {self.world_size} rank{plural}"]
-        width = max(map(len, rows))
-        for name, row in rows.items():
-            lines.append(f"  {name:<{width}}  {', '.join(map(_text, row))}")
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        lines = [f"step {self.step}: reduction={self.rule!r}, g = {self.formula}, {ranks}"]
+        width = max(len(name) for name in rows)
+        for name, values in rows.items():
+            text = ", ".join(_text(value) for value in values)
+            lines.append(f"  {name:<{width}}  {text}")
         return "\n".join(lines)
 
 
 def _text(value: float | None) -> str:
     if value is None:
         return "unknown"
-    return f"{value:.10g}" if float(value).is_integer() else f"{value:.6g}"
+    if float(value).is_integer():  # counts of samples and tokens, with all their digits
+        return f"{value:.10g}"
+    return f"{value:.6g}"
 
 
 class RankMeasurement(NamedTuple):
-    """What one rank sends to the others about an observed step, in float64."""
+    """The numbers that one rank sends to the others about an observed step."""
 
     micro_batches: int  # length of its window
     samples: float | None  # of its window, if known
-    norm: float  # `|g_r|`
+    norm: float  # `|g_r|`, of its own gradient
     weighed_loss: float  # sum of multiplier * loss
     weight: float  # `n_r`
     multiplier: float  # `w_r`
@@ -120,25 +140,34 @@ class RankMeasurement(NamedTuple):
 
 
 def measure_rank(record: WindowRecord, rule: Rule, norm: float) -> RankMeasurement:
-    """Return one rank's measurement, from its window and the norm of its accumulated gradient.
+    """Return one rank's measurement of a window.
 
-    That gradient is `G = S / D` with `S = sum(w_m * g_m)` over the window and `D = record.local_divisor`. The
-    rank's own gradient is `g_r = S / w_r`, where `w_r` is the sum of the multipliers for mean losses and their mean for
-    sum losses.
+    The gradient that the rank has accumulated before the reduction is `G = S / D`, with `S = sum(w_m * g_m)` over its
+    micro-batches. Its own gradient is `g_r = S / w_r`. For mean losses, `w_r` is the sum of the multipliers, so `g_r`
+    is their weighted mean. For sum losses, `w_r` is the mean of the multipliers, so `g_r` is the sum over the window.
+
+    Args:
+        record: The micro-batches of the window, their shares, and `D`.
+        rule: The reduction rule.
+        norm: `|G|`.
     """
     multipliers = [float(share.multiplier) for share in record.shares]
     weighed_loss = 0.0
     for multiplier, micro_batch in zip(multipliers, record.micro_batches, strict=True):
-        if multiplier > 0:  # the loss of what does not count may be NaN
-            assert micro_batch.loss is not None
+        # A loss with multiplier 0, such as a mean over no tokens, may be NaN.
+        if multiplier > 0:
+            assert micro_batch.loss is not None  # the window keeps losses where the step is observed
             weighed_loss += multiplier * float(micro_batch.loss)
     multiplier = sum(multipliers)
     if rule.name in SUMMED_LOSSES:
         multiplier /= len(multipliers)
+    own_norm = 0.0
+    if multiplier > 0:
+        own_norm = norm * record.local_divisor / multiplier
     return RankMeasurement(
         micro_batches=len(record.micro_batches),
         samples=known_sum([micro_batch.samples for micro_batch in record.micro_batches]),
-        norm=norm * record.local_divisor / multiplier if multiplier > 0 else 0.0,
+        norm=own_norm,
         weighed_loss=weighed_loss,
         weight=sum(micro_batch.weight for micro_batch in record.micro_batches),
         multiplier=multiplier,
@@ -147,7 +176,7 @@ def measure_rank(record: WindowRecord, rule: Rule, norm: float) -> RankMeasureme
 
 
 def known_sum(values: Sequence[float | None]) -> float | None:
-    """Return the sum; None where a value is not known."""
+    """Return the sum, or None if a value is not known."""
     total = 0.0
     for value in values:
         if value is None:
