@@ -33,6 +33,7 @@ from lightning_gradavg import GradAvgStrategy, global_mean
 from lightning_gradavg.verify import record
 from lightning_gradavg.verify.explain import judge
 from lightning_gradavg.verify.run import quiet_options, record_run
+from lightning_gradavg.verify.twin import Built
 
 Layers = Callable[[], nn.Module]
 OfStep = Callable[[Any, Any], Any]
@@ -401,12 +402,12 @@ class Run:
         of_trainer = {"use_distributed_sampler": False, "accumulate_grad_batches": window}
         self.given = {**of_trainer, "automatic_optimization": not manual, "configure_optimizers": optimizer, **given}
 
-    def build(self) -> tuple[LightningModule, dict[str, Any], dict[str, Any]]:
+    def build(self) -> Built:
         hooks = {n: each for n, each in self.given.items() if hasattr(LightningModule, n) or n == "training_step_end"}
         options = {name: each for name, each in self.given.items() if name not in hooks}
         torch.manual_seed(1)
         module = Step(self.make, self.step, **hooks)
-        return module, {"train_dataloaders": self.reads()}, quiet_options({"max_epochs": 1, **options}, "cpu")
+        return Built(module, {"train_dataloaders": self.reads()}, quiet_options({"max_epochs": 1, **options}, "cpu"))
 
 
 def shared(make: Layers = layers, step: OfStep = classified, reads: Loader = ALL, **more: Any) -> Run:
@@ -414,10 +415,14 @@ def shared(make: Layers = layers, step: OfStep = classified, reads: Loader = ALL
     return Run(make, step, reads, **{"use_distributed_sampler": True, **more})
 
 
-def recorded(name: str) -> record.Tape:
-    (module, data, options), environment = RUNS[name].build(), RankEnvironment()
-    options["plugins"] = [*options["plugins"], environment]
-    options["devices"] = environment.ranks_on_node
+def recorded(name: str) -> record.Record:
+    module, data, options = RUNS[name].build()
+    environment = RankEnvironment()
+    options = {
+        **options,
+        "plugins": [*options["plugins"], environment],
+        "devices": environment.ranks_on_node,
+    }
     with mock.patch.object(record, "_MOST_SAMPLES", 200):  # so that a stream without an end has one soon
         return record_run(record.Recorder(RUNS[name].steps), RUNS[name].strategy(), options, module, data)
 
@@ -616,10 +621,10 @@ pytestmark = [
 def test_a_run_is_judged_right(world, name):
     """A healthy run is equal, a fault is named with its factor, and what was not compared is said."""
     run = RUNS[name]
-    tapes = world(run.ranks).run(recorded, name)
+    records = world(run.ranks).run(recorded, name)
     with warnings.catch_warnings(), mock.patch.object(record, "_MOST_SAMPLES", 200):
         warnings.filterwarnings("ignore", category=UserWarning, module="lightning")  # advice for a longer run
-        report = judge(tapes, run.build, run.tolerance)
+        report = judge(records, run.build, run.tolerance)
     text, found = str(report), report.first.cause if report.first is not None else ""
     assert (run.verdict, run.cause) == (report.verdict, found), text
     assert run.not_shown in " ".join(report.remarks), text

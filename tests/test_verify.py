@@ -23,8 +23,8 @@ from lightning_gradavg.cli.lightning import read_names
 from lightning_gradavg.verify.draws import Draws
 from lightning_gradavg.verify.record import sketch
 from lightning_gradavg.verify.report import CAUSES, Difference, Finding, Report, explanation
-from lightning_gradavg.verify.run import Target, imported, of_values, quiet_options, require_memory, resolve_strategy
-from lightning_gradavg.verify.twin import difference
+from lightning_gradavg.verify.run import Target, imported, quiet_options, require_memory, resolve_strategy, user_run_of
+from lightning_gradavg.verify.twin import compare_tensors
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,7 +36,7 @@ def keys_of(*sizes):
 def drawn(function, keys):
     torch.manual_seed(3)
     mode = Draws(double=False)
-    mode.keys = keys
+    mode.sample_keys = keys
     with mode:
         return function(len(keys)), mode
 
@@ -138,7 +138,7 @@ def test_a_sketch_is_linear_and_sees_every_element(size):
 def test_tensors_are_measured_against_themselves(found, expected, differs):
     """Each tensor by its largest element; rounding of the largest is nothing; a factor is that of all tensors."""
     mine, other = ({n: torch.tensor(v, dtype=torch.float64) for n, v in one.items()} for one in (found, expected))
-    seen = next(iter(difference(mine, other, 1e-8)), None)
+    seen = next(iter(compare_tensors(mine, other, 1e-8)), None)
     assert (differs is None) == (seen is None)
     if differs is not None:
         name, *numbers, factor = differs
@@ -193,7 +193,7 @@ def test_a_diff_keeps_options_and_advises_none_that_is_set(name, ours):
     option, _, value = cause.option.partition("=")
     used = {"GradAvgStrategy", *{option} - {"reduction"}} if ours else set()
     rule = value.strip('"') if option == "reduction" and ours else "mean"
-    diff = cause.remedy("GradAvgStrategy" if ours else "DDPStrategy", rule, used)["diff"]
+    diff = cause.remedy("GradAvgStrategy" if ours else "DDPStrategy", rule, used).diff
     if ours and option:
         assert "strategy=" not in diff
     elif "strategy=" in diff:
@@ -247,8 +247,8 @@ def init(**given):
     ("call", "message"),
     [
         (lambda: verify(MLP, ignore=["dropout"]), "'dropout' is not a cause; choose from initial weights, "),
-        (Target(lambda: of_values(lambda: nn.Linear(1, 1))).build, "got .* of type Linear"),
-        (Target(lambda: of_values(MLP)).build, "there is no training data: give --data"),
+        (Target(lambda: user_run_of(lambda: nn.Linear(1, 1))).build, "got .* of type Linear"),
+        (Target(lambda: user_run_of(MLP)).build, "there is no training data: give --data"),
         (lambda: require_memory(nn.Linear(10**8, 10**4, device="meta"), 2, double=True), "2 processes need 8e.04 GB"),
         (lambda: init(lr="high"), "--init: .*lr.*float'>. Got value: high"),
         (lambda: init(width=3), "--init: Option 'width' is not accepted"),

@@ -19,14 +19,8 @@ _COMMANDS = {
     "plan": "batch, accumulation and learning rate of a recipe on another cluster",
     "verify": "compare a few steps of your own run with one process: are they equal, and if not, why",
 }
-_OWN = ("plan", "verify")
-_HELP = "\n".join(
-    (
-        "usage: gradavg COMMAND [options]\n\ncommands:",
-        *(f"  {name:10} {text}" for name, text in _COMMANDS.items()),
-        "\n'gradavg COMMAND --help' lists its options, 'gradavg --version' prints the version.",
-    )
-)
+_OWN_COMMANDS = ("plan", "verify")
+"""Commands of this package. The others are subcommands of LightningCLI."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -43,19 +37,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments without the program's name; those of the process if not given.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
-    command = given[0] if given else ""
-    version = f"gradavg {sys.modules['lightning_gradavg'].__version__}"  # above this folder, and imported before it
-    if answer := {"-h": _HELP, "--help": _HELP, "--version": version}.get(command):
-        print(answer)
+    if argv is None:
+        argv = sys.argv[1:]
+    command = argv[0] if argv else ""
+    if command in ("-h", "--help"):
+        print(_help())
+        return 0
+    if command == "--version":
+        print(f"gradavg {sys.modules['lightning_gradavg'].__version__}")  # imported, but above this folder
         return 0
     if command not in _COMMANDS:
         print(f"gradavg: error: {command!r} is not a command; choose from {', '.join(_COMMANDS)}", file=sys.stderr)
         return 2
-    if os.getcwd() not in sys.path:  # noqa: PTH109  # an entry of sys.path is a string
-        sys.path.insert(0, os.getcwd())  # noqa: PTH109  # likewise; the user's modules, as with `python -m`
+    # Users name modules of the folder that they are in, as with `python -m`.
+    folder = os.getcwd()  # noqa: PTH109  # an entry of sys.path is a string
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     # A command imports only what it needs.
-    own = command in _OWN
-    module = importlib.import_module(f"lightning_gradavg.cli.{command if own else 'lightning'}")
-    code: int = module.main(given[own:])
-    return code
+    if command in _OWN_COMMANDS:
+        module = importlib.import_module(f"lightning_gradavg.cli.{command}")
+        arguments = list(argv[1:])
+    else:
+        module = importlib.import_module("lightning_gradavg.cli.lightning")
+        arguments = list(argv)
+    exit_code: int = module.main(arguments)
+    return exit_code
+
+
+def _help() -> str:
+    lines = ["usage: gradavg COMMAND [options]", "", "commands:"]
+    for name, text in _COMMANDS.items():
+        lines.append(f"  {name:10} {text}")
+    lines += ["", "'gradavg COMMAND --help' lists its options, 'gradavg --version' prints the version."]
+    return "\n".join(lines)

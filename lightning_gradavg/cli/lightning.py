@@ -16,13 +16,18 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
-from lightning_gradavg.verify.run import Read, as_list, imported, of_values
+from lightning_gradavg.verify.run import UserRun, as_list, imported, user_run_of
 
 __all__ = ["main", "read_config", "read_names"]
 
 _NOISE = re.compile(r"Does not validate|Subtypes:|Errors:|Given value type:|Given value: N|Expected a <class 'NoneT")
-_UNNAMED = re.compile(r"arguments are required: \w+\.model\b|class_path '[\w.]+\.Lightning(Data)?Module'")
+"""How the lines of an error of jsonargparse begin that name neither what is accepted nor what was given."""
+
+_UNNAMED_CLASS = re.compile(r"arguments are required: \w+\.model\b|class_path '[\w.]+\.Lightning(Data)?Module'")
+"""What an error of jsonargparse says if a config has no `class_path` for the model or the data."""
+
 _REFUSING = ("lightning_gradavg.", "lightning.pytorch.trainer.", "lightning.fabric.", "jsonargparse.")
+"""How the names of modules begin whose errors are about an argument, and not about the user's code."""
 
 
 class _WrongArgumentsError(ValueError):
@@ -31,10 +36,15 @@ class _WrongArgumentsError(ValueError):
 
 def _in_one_line(message: str) -> str:
     """Return an error of jsonargparse, a tree of what it tried, as one line: what is accepted, and what was given."""
-    lines = (line.strip(" -") for line in message.splitlines())
-    text = "; ".join(dict.fromkeys(line for line in lines if line and not _NOISE.match(line))).replace(":; ", ": ")
-    advice = "; without class_path, name the classes: --model train.py:Net --data train.py:Data"
-    return text + advice * bool(_UNNAMED.search(text))
+    lines: dict[str, None] = {}  # each line once: alternatives of a type are often refused in the same words
+    for line in message.splitlines():
+        stripped = line.strip(" -")
+        if stripped and not _NOISE.match(stripped):
+            lines[stripped] = None
+    text = "; ".join(lines).replace(":; ", ": ")
+    if _UNNAMED_CLASS.search(text):
+        text += "; without class_path, name the classes: --model train.py:Net --data train.py:Data"
+    return text
 
 
 def _with_class_paths(arguments: Sequence[str]) -> list[str]:
@@ -42,14 +52,22 @@ def _with_class_paths(arguments: Sequence[str]) -> list[str]:
 
     A named class stands before the config files, which may then have no `class_path`, and after them, so that it wins.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for option in ("--model", "--data"):
-        parser.add_argument(option)
-    known, further = parser.parse_known_args(arguments)
-    parser.add_argument("-c", "--config", action="append", default=[])
-    files = parser.parse_known_args(arguments)[0].config
-    classes = [f"--{option}={_class_path(name)}" for option, name in vars(known).items() if name]
-    return [*further[:1], *classes, *further[1:], *classes * bool(files)]
+    named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    named.add_argument("--model")
+    named.add_argument("--data")
+    names, further = named.parse_known_args(arguments)
+    classes = []
+    for option, name in vars(names).items():
+        if name:
+            classes.append(f"--{option}={_class_path(name)}")
+
+    configured = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    configured.add_argument("-c", "--config", action="append", default=[])
+    configs, _ = configured.parse_known_args(further)
+    subcommand, options = further[:1], further[1:]
+    if not configs.config:
+        return [*subcommand, *classes, *options]
+    return [*subcommand, *classes, *options, *classes]
 
 
 def _class_path(name: str) -> str:
@@ -81,13 +99,26 @@ class _CommandLine(LightningCLI):
             super().instantiate_classes()
         except Exception as error:
             # jsonargparse wraps what a constructor raises. For a fault in their own code, users need the trace.
-            root: BaseException = error
-            while before := root.__cause__ or (None if root.__suppress_context__ else root.__context__):
-                root = before
-            *_, (raised_in, _) = traceback.walk_tb(root.__traceback__)
-            if raised_in.f_globals["__name__"].startswith(_REFUSING):
+            if _module_that_raised(_first_error(error)).startswith(_REFUSING):
                 raise _WrongArgumentsError(_in_one_line(str(error))) from error
             raise
+
+
+def _first_error(error: BaseException) -> BaseException:
+    """Return the error that led to others, of which the last is given; as a trace shows them, from the top."""
+    while True:
+        if error.__cause__ is not None:
+            error = error.__cause__
+        elif error.__context__ is not None and not error.__suppress_context__:
+            error = error.__context__
+        else:
+            return error
+
+
+def _module_that_raised(error: BaseException) -> str:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    name: str = frames[-1].f_globals["__name__"]
+    return name
 
 
 class _SavedConfig(SaveConfigCallback):
@@ -105,7 +136,8 @@ def main(arguments: Sequence[str]) -> int:
         arguments: The subcommand and its options. `--model` and `--data` may name classes as `file.py:Name`. Processes
             that Lightning starts get them, too.
     """
-    given, sys.argv = sys.argv, [sys.argv[0], *arguments]
+    argv_before = sys.argv
+    sys.argv = [sys.argv[0], *arguments]
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "LightningCLI's args parameter", UserWarning)
@@ -115,7 +147,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"gradavg {arguments[0]}: error: {error}", file=sys.stderr)
         sys.exit(2)
     finally:
-        sys.argv = given
+        sys.argv = argv_before
     return 0
 
 
@@ -124,6 +156,9 @@ class _ConfigReader(_CommandLine):
 
     `run=False` would build a Trainer, whose strategy takes the devices of the config. The two methods are private in
     lightning 2.5.0 and 2.6.6; there is no public way to get the options of the Trainer.
+
+    Attributes:
+        options: The options of the Trainer, once the classes are instantiated.
     """
 
     options: dict[str, Any]
@@ -135,25 +170,46 @@ class _ConfigReader(_CommandLine):
         pass
 
 
-def read_config(arguments: Sequence[str], data: str | None) -> Read:
-    """Return module, data and options of `fit` with these arguments; `data` may name a function."""
-    function = imported(data) if data and ":" in data else None
-    is_class = isinstance(function, type) or function is None
-    given = _with_class_paths(["fit", *arguments, *[f"--data={data}"] * bool(data and is_class)])
-    cli = _ConfigReader(args=given, parser_kwargs={"prog": "gradavg verify"}, save_config_callback=None)
-    return cli.model, cli.datamodule if is_class else function, cli.options
+def read_config(arguments: Sequence[str], data: str | None) -> UserRun:
+    """Return module, data and options of `fit` with these arguments; `data` may name a class or a function.
+
+    | `data` | data |
+    |---|---|
+    | None | that of the config |
+    | `file.py:Data`, a class | a data module of this class, which LightningCLI builds |
+    | `file.py:data`, a function | the function |
+    | a class path without a colon | as LightningCLI takes `--data` |
+    """
+    given = ["fit", *arguments]
+    function = None
+    if data and ":" in data:
+        found = imported(data)
+        if not isinstance(found, type):
+            function = found
+    if data and function is None:
+        given.append(f"--data={data}")
+    cli = _ConfigReader(
+        args=_with_class_paths(given), parser_kwargs={"prog": "gradavg verify"}, save_config_callback=None
+    )
+    if function is not None:
+        return UserRun(cli.model, function, cli.options)
+    return UserRun(cli.model, cli.datamodule, cli.options)
 
 
-def read_names(module: str, data: str | None, init: Mapping[str, Any]) -> Read:
+def read_names(module: str, data: str | None, init: Mapping[str, Any]) -> UserRun:
     """Return module and data by their names; `init` are arguments of the module, from a command line."""
     function: Any = imported(module)
     if not init:
-        return of_values(function, data)
+        return user_run_of(function, data)
     parser = ArgumentParser(exit_on_error=False)
-    add = parser.add_class_arguments if isinstance(function, type) else parser.add_function_arguments
-    add(function, fail_untyped=False)
+    if isinstance(function, type):
+        parser.add_class_arguments(function, fail_untyped=False)
+    else:
+        parser.add_function_arguments(function, fail_untyped=False)
     try:
+        # A command line has text. jsonargparse turns it into the types of the annotations.
         found = parser.instantiate_classes(parser.parse_object(dict(init), defaults=False))
     except ArgumentError as error:
         raise _WrongArgumentsError(f"--init: {_in_one_line(str(error))}") from error
-    return of_values(partial(function, **{name: found[name] for name in init}), data)
+    arguments = {name: found[name] for name in init}
+    return user_run_of(partial(function, **arguments), data)

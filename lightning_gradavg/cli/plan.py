@@ -24,7 +24,8 @@ SCHEMA = 2
 """Version of the JSON output; raised when a field goes or changes its name or its meaning, not when one is added."""
 
 _PIPE_WIDTH = 120  # rich assumes 80 columns where there is no terminal: too few for the table
-_RUNS = ("base", "gradavg", "stock_ddp")
+_RUNS = ("base", "gradavg", "stock_ddp")  # keys of the plan, and columns of the table
+_OWN_ROWS = ("chunks", "scalings")  # of a run, which have rows of their own form
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -55,42 +56,58 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _text(value: Any) -> str:
+    """Return a value of the plan as a cell of the table."""
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_text(each)}" for name, each in value.items() if each is not None)
+        return ", ".join(f"{name} {_text(item)}" for name, item in value.items() if item is not None)
     if isinstance(value, list):
-        return ", ".join(map(_text, value))
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+        return ", ".join(_text(item) for item in value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value)
 
 
 def _outcome(outcome: dict[str, Any]) -> str:
+    """Return what a scaling makes of a run, or why it makes nothing of it."""
     if outcome["problem"] is None:
         return _text({**outcome["hyperparameters"], "lr_warmup_steps": outcome["lr_warmup_steps"]})
     largest = outcome["largest_global_batch_size"]
-    return f"not feasible; largest global batch: {largest}" if largest else "not for this optimizer"
+    if largest:
+        return f"not feasible; largest global batch: {largest}"
+    return "not for this optimizer"
+
+
+def _chunks(run: dict[str, Any]) -> str:
+    """Return how many samples the devices of a run have."""
+    return ", ".join(f"{chunk['samples']} on {counted(chunk['devices'], 'device')}" for chunk in run["chunks"])
 
 
 def _table(plan: dict[str, Any]) -> Table:
     """Return the three runs side by side, named as in the JSON, with what each scaling makes of them."""
     table = Table(title="One optimizer step", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    runs = [plan[name] for name in _RUNS]
     for heading in ("", *_RUNS):
         table.add_column(heading, overflow="fold")
-    for key in [key for key, value in plan["base"].items() if key not in ("chunks", "scalings") and value is not None]:
-        table.add_row(key.replace("_", " "), *(_text(run[key]) for run in runs))
-    shares = [[f"{each['samples']} on {counted(each['devices'], 'device')}" for each in run["chunks"]] for run in runs]
-    table.add_row("chunks", *map(_text, shares), end_section=True)
-    for scaling, *outcomes in zip(SCALINGS.values(), *(run["scalings"] for run in runs), strict=True):
-        table.add_row(f"{scaling.name}: {scaling.formula}", *map(_outcome, outcomes))
+    runs = [plan[name] for name in _RUNS]
+    for key, value in plan["base"].items():
+        if key not in _OWN_ROWS and value is not None:
+            table.add_row(key.replace("_", " "), *(_text(run[key]) for run in runs))
+    table.add_row("chunks", *(_chunks(run) for run in runs), end_section=True)
+    for index, scaling in enumerate(SCALINGS.values()):
+        table.add_row(f"{scaling.name}: {scaling.formula}", *(_outcome(run["scalings"][index]) for run in runs))
     return table
 
 
 def _print(plan: dict[str, Any]) -> None:
-    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    console = Console(width=_PIPE_WIDTH if piped else None, highlight=False, markup=False)
+    width = None  # that of the terminal
+    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
+        width = _PIPE_WIDTH
+    console = Console(width=width, highlight=False, markup=False)
     console.print(_table(plan), "The last rows are the hyperparameters of a mean loss, by lr_scaling; k is the scale.")
     for note in plan["notes"]:
         console.print(f"- {note}")
-    console.print("As code:" if plan["gradavg"]["scale"] == 1 else "As code, with one of the values of lr_scaling:")
+    if plan["gradavg"]["scale"] == 1:
+        console.print("As code:")
+    else:
+        console.print("As code, with one of the values of lr_scaling:")
     for line in plan["code"]:
         console.print(f"  {line}", soft_wrap=True)
 
@@ -101,9 +118,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     It is 0, or 2 after a line on standard error where a value is out of range or contradicts another.
     """
     options = vars(_parser().parse_args(argv))
-    prints_json, of_recipe = options.pop("json"), {field.name for field in fields(Recipe)} & options.keys()
+    prints_json = options.pop("json")
+    recipe_options = {}
+    for field in fields(Recipe):
+        if field.name in options:
+            recipe_options[field.name] = options.pop(field.name)
     try:
-        plan = make_plan(Recipe(**{name: options.pop(name) for name in of_recipe}), **options)
+        plan = make_plan(Recipe(**recipe_options), **options)
     except ValueError as error:
         print(f"gradavg plan: error: {error}", file=sys.stderr)
         return 2

@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_gradavg._support.arguments import raise_first
 from lightning_gradavg.cli import OneLineParser
 from lightning_gradavg.cli.lightning import read_config, read_names
 from lightning_gradavg.verify.report import CAUSES, EXIT_CODES, explanation
-from lightning_gradavg.verify.run import Settings, Target, resolve_strategy, verify_target
+from lightning_gradavg.verify.run import Settings, Target, UserRun, resolve_strategy, verify_target
 
 __all__ = ["main"]
 
@@ -55,32 +53,43 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _assignment(text: str) -> tuple[str, Any]:
+    """Return name and value of `NAME=VALUE`, whose value is JSON or a plain string."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
-    with suppress(json.JSONDecodeError):
+    try:
         return name, json.loads(value)
-    return name, value
+    except json.JSONDecodeError:
+        return name, value  # a plain string
 
 
 def _target(args: argparse.Namespace, further: Sequence[str]) -> Target:
+    """Return what is to be verified, or raise a ValueError about arguments that are wrong or contradict each other."""
     module = args.model or args.module
-    missing = [file for file in args.config if not Path(file).is_file()]
-    refused = {
-        "nothing to verify: give --config FILE, or module:LightningModule": not (args.config or module),
-        "--init is for a module without --config; beside it write --model.NAME=VALUE": args.config and args.init,
-        f"--config {''.join(missing[:1])!r}: there is no such file": missing,
-        f"{''.join(further[:1])!r} is not an option; further options of LightningCLI need --config": further
-        and not args.config,
-    }
-    raise_first(ValueError, refused)
-    options = {} if args.config else {"strategy": "ddp"}
-    options |= dict(args.trainer) | ({"strategy": args.strategy} if args.strategy else {})
-    if ":" not in options.get("strategy", ":"):
-        resolve_strategy(options["strategy"])
-    read = partial(read_names, module, args.data, dict(args.init))
+    if not args.config and not module:
+        raise ValueError("nothing to verify: give --config FILE, or module:LightningModule")
+    if args.config and args.init:
+        raise ValueError("--init is for a module without --config; beside it write --model.NAME=VALUE")
+    for file in args.config:
+        if not Path(file).is_file():
+            raise ValueError(f"--config {file!r}: there is no such file")
+    if further and not args.config:
+        raise ValueError(f"{further[0]!r} is not an option; further options of LightningCLI need --config")
+
+    options = {}
+    if not args.config:
+        options["strategy"] = "ddp"  # a config may name one
+    options.update(dict(args.trainer))
+    if args.strategy:
+        options["strategy"] = args.strategy
+    if "strategy" in options and ":" not in options["strategy"]:
+        resolve_strategy(options["strategy"])  # a wrong name is refused before any process starts
+
+    read: Callable[[], UserRun] = partial(read_names, module, args.data, dict(args.init))
     if args.config:
-        arguments = [f"--config={file}" for file in args.config] + [f"--model={module}"] * bool(module)
+        arguments = [f"--config={file}" for file in args.config]
+        if module:
+            arguments.append(f"--model={module}")
         read = partial(read_config, [*arguments, *further], args.data)
     return Target(read, options, args.seed)
 
@@ -97,5 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001  # no failure may look like a verdict
         print(f"gradavg verify: error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(report.as_dict(), indent=2) if args.json else report)
+    if args.json:
+        print(json.dumps(report.as_dict(), indent=2))
+    else:
+        print(report)
     return EXIT_CODES[report.verdict]

@@ -55,5 +55,5 @@ def verify(
     from lightning_gradavg.verify import run  # noqa: PLC0415  # a script that trains does not need it
 
     settings = run.Settings(devices, steps, accelerator, single, tolerance)
-    target = run.Target(partial(run.of_values, module, data), {**trainer_options, "strategy": strategy}, seed)
+    target = run.Target(partial(run.user_run_of, module, data), {**trainer_options, "strategy": strategy}, seed)
     return run.verify_target(target, settings, ignore)

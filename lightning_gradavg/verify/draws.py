@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,145 +17,312 @@ from torch import Tensor
 from lightning_gradavg._lightning.internals import TorchDispatchMode, writes_in_place
 from lightning_gradavg._support.tree import leaves, mapped
 
-__all__ = ["Draws"]
+__all__ = ["Draw", "Draws"]
 
-_LOW = frozenset({torch.float32, torch.float16, torch.bfloat16})
-_MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110685705)  # of splitmix64, as signed
+_LOW_TYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+# Of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), as signed integers.
+_GAMMA = -7046029254386353131
+_FIRST_MULTIPLIER = -4658895280553007687
+_SECOND_MULTIPLIER = -7723592293110705685
 
 
-def _number_of(*what: Any) -> int:
+class Draw(NamedTuple):
+    """One draw of a batch."""
+
+    operator: str
+    dim: int  # the dimension of its result along which the samples are; -1 if there is none
+
+
+class _SampleDim(NamedTuple):
+    """Where the samples of a batch are in a tensor."""
+
+    dim: int  # -1 if no dimension is theirs
+    per_sample: int  # the positions along `dim` that one sample has
+
+
+def _number_of(*what: object) -> int:
+    """Return a number of 56 bits that depends on the representation of some objects; it fits a seed and an int64."""
     return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=7).digest(), "big")
 
 
 def _mixed(values: Tensor) -> Tensor:
     """Return well mixed 64-bit integers, as splitmix64 makes them."""
-    mixed: Tensor = values * _MULTIPLIERS[0]
-    for shift, multiplier in ((30, _MULTIPLIERS[1]), (27, _MULTIPLIERS[2]), (31, 1)):
-        mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * multiplier
-    return torch.as_tensor(mixed)
+    mixed = values * _GAMMA
+    mixed = _xor_shifted(mixed, 30) * _FIRST_MULTIPLIER
+    mixed = _xor_shifted(mixed, 27) * _SECOND_MULTIPLIER
+    return _xor_shifted(mixed, 31)
 
 
-def _uniform(shape: Sequence[int], rows: int, each: int, seeds: Sequence[int], device: torch.device) -> Tensor:
-    """Return numbers between 0 and 1 of the samples along dimension `rows`, of which each has `each` positions."""
-
-    def along(dim: int, values: Tensor) -> Tensor:
-        return values.reshape([-1 if other == dim else 1 for other in range(len(shape))])
-
-    place = torch.arange(shape[rows], device=device)
-    mixed = along(rows, _mixed(torch.tensor(seeds, device=device)[place // each] + _mixed(place % each)))
-    for dim in (dim for dim in range(len(shape)) if dim != rows):
-        mixed = _mixed(mixed + along(dim, torch.arange(1, shape[dim] + 1, device=device)))
-    return (((mixed >> 11) & ((1 << 53) - 1)).double() + 0.5) * 2.0**-53
+def _xor_shifted(values: Tensor, bits: int) -> Tensor:
+    # int64 shifts copies of the sign into the upper bits. splitmix64 works on unsigned integers, which shift in zeros.
+    unsigned_bits = (1 << (64 - bits)) - 1
+    shifted: Tensor = values ^ ((values >> bits) & unsigned_bits)
+    return shifted
 
 
-def _normal(uniform: Tensor, mean: Any = 0.0, deviation: Any = 1.0, *_: Any) -> Tensor:
+def _along(dim: int, values: Tensor, ndim: int) -> Tensor:
+    """Return a vector as a tensor of `ndim` dimensions that lies along one of them."""
+    shape = [1] * ndim
+    shape[dim] = -1
+    return values.reshape(shape)
+
+
+def _uniform_numbers(shape: Sequence[int], samples: _SampleDim, seeds: Sequence[int], device: torch.device) -> Tensor:
+    """Return numbers between 0 and 1, each of which depends on the seed of its sample and on its place there."""
+    ndim = len(shape)
+    positions = torch.arange(shape[samples.dim], device=device)
+    of_sample = torch.tensor(seeds, device=device)[positions // samples.per_sample]
+    mixed = _along(samples.dim, _mixed(of_sample + _mixed(positions % samples.per_sample)), ndim)
+    for dim in range(ndim):
+        if dim == samples.dim:
+            continue
+        # The place is added, and not the size: so padding to another length leaves the first places as they are
+        # (test_a_place_draws_the_same_at_any_length).
+        places = torch.arange(1, shape[dim] + 1, device=device)
+        mixed = _mixed(mixed + _along(dim, places, ndim))
+    # A float64 holds 53 bits. Half a unit is added, because `ndtri` and `log1p` are infinite at 0 and 1.
+    upper_bits = (mixed >> 11) & ((1 << 53) - 1)
+    return (upper_bits.double() + 0.5) * 2.0**-53
+
+
+# What operators make of uniform numbers. Each function gets numbers between 0 and 1, of the shape of the operator's
+# result, and the operator's positional arguments.
+
+
+def _rand(uniform: Tensor, *_: object) -> Tensor:
+    return uniform
+
+
+def _randn(uniform: Tensor, *_: object) -> Tensor:
+    return _normal(uniform)
+
+
+def _normal(uniform: Tensor, mean: Tensor | float = 0.0, deviation: Tensor | float = 1.0, *_: object) -> Tensor:
     drawn: Tensor = mean + deviation * torch.special.ndtri(uniform)
     return drawn
 
 
-def _dropped(uniform: Tensor, given: Tensor, part: float, *_: Any) -> tuple[Tensor, Tensor]:
-    mask = uniform < 1 - part
-    return given * mask / (1 - part if part < 1 else 1), mask
+def _normal_in_place(uniform: Tensor, _: Tensor, *mean_and_deviation: float) -> Tensor:
+    return _normal(uniform, *mean_and_deviation)
 
 
-def _integers(uniform: Tensor, *bounds: int) -> Tensor | None:
+def _uniform_in_place(uniform: Tensor, _: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
+    return low + (high - low) * uniform
+
+
+def _exponential_in_place(uniform: Tensor, _: Tensor, rate: float = 1.0) -> Tensor:
+    return -torch.log1p(-uniform) / rate
+
+
+def _bernoulli_in_place(uniform: Tensor, _: Tensor, probability: Tensor | float = 0.5) -> Tensor:
+    drawn: Tensor = uniform < probability
+    return drawn
+
+
+def _bernoulli(uniform: Tensor, probabilities: Tensor, probability: float | None = None) -> Tensor:
+    if probability is not None:
+        return uniform < probability
+    return uniform < probabilities
+
+
+def _native_dropout(uniform: Tensor, values: Tensor, dropped: float, *_: object) -> tuple[Tensor, Tensor]:
+    mask = uniform < 1 - dropped
+    if dropped == 1:
+        return values * mask, mask
+    return values * mask / (1 - dropped), mask
+
+
+def _integers(uniform: Tensor, bounds: Sequence[int]) -> Tensor | None:
+    """Return integers below one bound, or between two; None without any, where the type sets the bounds."""
     if not bounds:
         return None
-    low, high = (0, *bounds)[-2:]
+    low = 0
+    if len(bounds) > 1:
+        low = bounds[0]
+    high = bounds[-1]
     return (low + uniform * (high - low)).floor()
 
 
-_FORMS: Mapping[str, Callable[..., Any]] = {
-    **dict.fromkeys(("aten.rand", "aten.rand_like"), lambda u, *_: u),
-    **dict.fromkeys(("aten.randn", "aten.randn_like"), lambda u, *_: _normal(u)),
-    "aten.uniform_": lambda u, _, low=0.0, high=1.0: low + (high - low) * u,
-    "aten.normal_": lambda u, _, *given: _normal(u, *given),
+def _randint(uniform: Tensor, *bounds_and_size: Any) -> Tensor | None:
+    return _integers(uniform, bounds_and_size[:-1])
+
+
+def _random_in_place(uniform: Tensor, _: Tensor, *bounds: int) -> Tensor | None:
+    return _integers(uniform, bounds)
+
+
+_FORMS: Mapping[str, Callable[..., Tensor | tuple[Tensor, Tensor] | None]] = {
+    "aten.rand": _rand,
+    "aten.rand_like": _rand,
+    "aten.randn": _randn,
+    "aten.randn_like": _randn,
+    "aten.uniform_": _uniform_in_place,
+    "aten.normal_": _normal_in_place,
     "aten.normal": _normal,
-    "aten.exponential_": lambda u, _, rate=1.0: -torch.log1p(-u) / rate,
-    "aten.bernoulli_": lambda u, _, part=0.5: u < part,
-    "aten.bernoulli": lambda u, given, part=None: u < (given if part is None else part),
-    "aten.native_dropout": _dropped,
-    "aten.randint": lambda u, *given: _integers(u, *given[:-1]),
-    **dict.fromkeys(("aten.randint_like", "aten.random_"), lambda u, _, *bounds: _integers(u, *bounds)),
+    "aten.exponential_": _exponential_in_place,
+    "aten.bernoulli_": _bernoulli_in_place,
+    "aten.bernoulli": _bernoulli,
+    "aten.native_dropout": _native_dropout,
+    "aten.randint": _randint,
+    "aten.randint_like": _random_in_place,
+    "aten.random_": _random_in_place,
 }
-"""What operators make of uniform numbers, the same at every length. What others draw belongs to no sample."""
+"""By operator. What an operator that is not listed draws belongs to no sample."""
 
 
 class Draws(TorchDispatchMode):
-    """Lets operators compute in float64 if `double`, and draw for each sample separately."""
+    """Lets operators draw for each sample separately, and compute in float64 if `double`.
+
+    The recorder enters it when a batch arrives, and leaves it when the batch ends. It sets `sample_keys` and `trace`
+    before every batch, and `sample_keys` again for every piece of a batch.
+
+    Attributes:
+        paused: Whether operators run as they are. Communication hooks run so.
+        last_operator: The operator that ran last, for an error of one that has no float64.
+        sample_keys: Keys of the samples of the running batch, in order: micro-batch, rank, and place in the batch.
+        likely_dim: The dimension that is tried first for the samples, 0 or 1: 1 within recurrent layers.
+        shared: Operators that drew for no single sample, in order; a dict, as an ordered set.
+        trace: The draws of the running batch.
+        collectives: Names of the collective operations that ran.
+        scopes: Names of the scopes of `torch.profiler.record_function` that were entered.
+    """
 
     def __init__(self, *, double: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.double, self.paused, self.last = double, False, ""  # the operator that ran last
-        self.keys: Sequence[tuple[int, ...]] = [(0, 0, 0)]  # of the samples, in order: micro-batch, rank, place
-        self.first = 0  # the dimension that more likely is that of the samples, 0 or 1
-        self.shared: dict[str, None] = {}  # operators that drew for no single sample
-        self.trace: list[tuple[str, int]] = []  # the draws of the batch, and the dimension of the samples
+        self.double = double
+        self.paused = False
+        self.last_operator = ""
+        self.sample_keys: Sequence[tuple[int, ...]] = [(0, 0, 0)]
+        self.likely_dim = 0
+        self.shared: dict[str, None] = {}
+        self.trace: list[Draw] = []
         self.collectives: set[str] = set()
-        self.scopes: set[str] = set()  # of `torch.profiler.record_function`
+        self.scopes: set[str] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator."""
-        kwargs = dict(kwargs or {})
+        kwargs = {} if kwargs is None else dict(kwargs)
         if self.paused:
             return func(*args, **kwargs)
-        self.last = str(func)
+        self.last_operator = str(func)
         if func.namespace == "c10d":
             self.collectives.add(func.name().removeprefix("c10d::").strip("_"))
         elif func.namespace == "profiler":
-            self.scopes.update(name for name in args if isinstance(name, str))
+            for argument in args:
+                if isinstance(argument, str):
+                    self.scopes.add(argument)
         elif self.double:
             args, kwargs = _widened(func, args, kwargs)
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        return self._draw(func, args, kwargs) if draws else func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return self._draw(func, args, kwargs)
+        return func(*args, **kwargs)
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
-        name, before = str(func.overloadpacket), _states(args, kwargs)
+        """Run an operator that may draw, and return its result with each sample's own numbers.
+
+        | the operator | returned | noted |
+        |---|---|---|
+        | draws from a generator that the user made | its own result | in `shared` |
+        | left the generators alone, as attention without dropout | its own result | nowhere |
+        | has no form, or a result without a dimension of samples | its own result | in `shared` and `trace` |
+        | any other | each sample's own numbers | in `trace` |
+        """
+        name = str(func.overloadpacket)
+        states_before = _generator_states(args, kwargs)
         result = func(*args, **kwargs)
-        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+        if any(isinstance(argument, torch.Generator) for argument in (*args, *kwargs.values())):
             self.shared[f"{name}, with a generator of its own"] = None
             return result
-        if all(map(torch.equal, before, _states(args, kwargs))):
-            return result  # as attention without dropout
-        chain = hashlib.blake2b(before[0].numpy().tobytes(), digest_size=8).hexdigest()
-        first = result[0] if isinstance(result, tuple) else result
-        rows, each = self._place(first.shape)
-        self.trace.append((name, rows))
+        if _are_equal(states_before, _generator_states(args, kwargs)):
+            return result
+
+        tensor = result
+        if isinstance(result, tuple):  # dropout returns its mask, too
+            tensor = result[0]
+        samples = self._sample_dim(tensor.shape)
+        self.trace.append(Draw(name, samples.dim))
+        # Draws form a chain by the CPU's generator. It is left in a state that does not depend on how many numbers the
+        # operator drew, so the next draw is the same in a batch of any size.
+        chain = hashlib.blake2b(states_before[0].numpy().tobytes(), digest_size=8).hexdigest()
         drawn = None
-        if rows >= 0 and name in _FORMS:
-            seeds = [_number_of(chain, key) for key in self.keys]
-            drawn = _FORMS[name](_uniform(first.shape, rows, each, seeds, first.device), *args)
+        if samples.dim >= 0 and name in _FORMS:
+            seeds = [_number_of(chain, key) for key in self.sample_keys]
+            uniform = _uniform_numbers(tensor.shape, samples, seeds, tensor.device)
+            drawn = _FORMS[name](uniform, *args)
         torch.default_generator.manual_seed(_number_of(chain, "next"))
         if drawn is None:
             self.shared[name] = None
             return result
         if isinstance(drawn, tuple):
             return drawn
-        return result.copy_(drawn) if writes_in_place(func) else drawn.to(first.dtype)
+        if writes_in_place(func):
+            return result.copy_(drawn)
+        return drawn.to(tensor.dtype)
 
-    def _place(self, shape: torch.Size) -> tuple[int, int]:
-        """Return the dimension of the samples, -1 where there is none, and the positions of each along it."""
-        size, ndim = len(self.keys), len(shape)
-        dims = (1, 0) if self.first else (0, 1)[: max(1, ndim - 1)]  # of a matrix the columns are no samples
-        found = next((dim for dim in dims if dim < ndim and shape[dim] == size), -1)
-        several = found < 0 < ndim and shape[0] > 0 and shape[0] % size == 0
-        return (0, shape[0] // size) if several else (found, 1)
+    def _sample_dim(self, shape: torch.Size) -> _SampleDim:
+        """Return where the samples are in a tensor.
+
+        | the tensor | samples |
+        |---|---|
+        | has as many positions along `likely_dim` as there are samples | along this dimension |
+        | has as many along the other of the dimensions 0 and 1 | along the other |
+        | has a multiple of that along dimension 0, as a loss of tokens | along dimension 0, several positions each |
+        | any other | nowhere |
+
+        Outside of recurrent layers, the columns of a matrix are no samples.
+        """
+        number, ndim = len(self.sample_keys), len(shape)
+        if self.likely_dim == 1:
+            dims: tuple[int, ...] = (1, 0)
+        elif ndim > 2:  # noqa: PLR2004  # more than a matrix
+            dims = (0, 1)
+        else:
+            dims = (0,)
+        for dim in dims:
+            if dim < ndim and shape[dim] == number:
+                return _SampleDim(dim, 1)
+        if ndim > 0 and shape[0] > 0 and shape[0] % number == 0:
+            return _SampleDim(0, shape[0] // number)
+        return _SampleDim(-1, 1)
 
 
-def _states(args: Any, kwargs: Any) -> list[Tensor]:
+def _generator_states(args: Sequence[object], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the states of the generators that an operator may draw from, that of the CPU first."""
-    devices = [each.device for each in args if isinstance(each, Tensor)] + [torch.device(kwargs.get("device") or "cpu")]
-    others: Any = [getattr(torch, type_) for type_ in sorted({each.type for each in devices} - {"cpu", "meta"})]
-    return [torch.get_rng_state(), *(each.get_rng_state() for each in others)]
+    types = {torch.device(kwargs.get("device") or "cpu").type}
+    for argument in args:
+        if isinstance(argument, Tensor):
+            types.add(argument.device.type)
+    states = [torch.get_rng_state()]
+    for device_type in sorted(types - {"cpu", "meta"}):
+        states.append(getattr(torch, device_type).get_rng_state())
+    return states
 
 
-def _widened(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments of an operator with float64 for lower types, where types are stated or mixed."""
-    if kwargs.get("dtype") in _LOW:
+def _are_equal(states: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return all(torch.equal(state, other) for state, other in zip(states, others, strict=True))
+
+
+def _widened(func: object, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of an operator with float64 in place of lower types, where types are stated or mixed.
+
+    | the operator | changed |
+    |---|---|
+    | is given a lower type as `dtype=`, as in `x.float()` or `torch.zeros(2, dtype=torch.float32)` | that type |
+    | has tensors of float64 and of lower types | the tensors of lower types |
+    | any other, as one of lower types alone | nothing |
+    """
+    if kwargs.get("dtype") in _LOW_TYPES:
         kwargs["dtype"] = torch.float64
     types = {leaf.dtype for _, leaf in leaves(args) if isinstance(leaf, Tensor)}
-    if torch.float64 not in types or not types & _LOW:
+    if torch.float64 not in types or types.isdisjoint(_LOW_TYPES):
         return args, kwargs
-    kept = int(writes_in_place(func))  # the first argument stays what it is
-    wide = mapped(args[kept:], lambda leaf: leaf.double() if getattr(leaf, "dtype", None) in _LOW else leaf)
-    return (*args[:kept], *wide), kwargs
+    if writes_in_place(func):  # the first argument is what is written to, and cannot be another tensor
+        return (args[0], *mapped(args[1:], _as_float64)), kwargs
+    return mapped(args, _as_float64), kwargs
+
+
+def _as_float64(leaf: Any) -> Any:
+    if getattr(leaf, "dtype", None) in _LOW_TYPES:
+        return leaf.double()
+    return leaf

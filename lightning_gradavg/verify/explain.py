@@ -1,9 +1,39 @@
 """The judgement of a run: what it reads otherwise than one process, where it first differs in training, and why.
 
 `P` are the gradients that one process computes of each micro-batch alone, `F` that of all samples at once, and `G` what
-the run made of them. The combination of `P` that is `F` is *right*, the one that is `G` is what was *done*. Where they
-differ, their names say why. Where no combination of `P` is `F`, samples are compared with each other: by batch norm, by
-a hook, or by the loss.
+the run made of them. A combination of `P` has a share for each micro-batch: equal shares ("mean"), those of the samples
+or of the weights, or any others. The combination of `P` that is `F` is *right*, the one that is `G` was *made*.
+
+These are the cases of a reduced gradient that differs from `F`. The first that holds gives the cause.
+`tests/test_ranks_verify.py` has runs of each cause in `DIFFERENT`.
+
+| case | cause |
+|---|---|
+| **All gradients** (`_of_gradient`) | |
+| the module optimizes by itself | unexplained |
+| one process computes another gradient of the same samples in reversed order | not shown |
+| the loss uses `global_mean`, and the run does not take the plain mean | weighed global mean |
+| **`F` is a combination of `P`, and the ranks' losses are those of one process** (`_of_combination`, `_of_change`) | |
+| `F` is the sum of `P`, the rule is no sum, and `G` is a multiple of a combination | sum loss |
+| `G` is the mean | mean of means |
+| `G` is another combination | counts |
+| `G` is a combination, divided by a full window although the window is short | short window |
+| `G` is a combination, divided by the number of ranks | double division |
+| `G` is a combination, multiplied by the number of micro-batches, and the rule is a sum | counts |
+| `G` is a combination, multiplied by the number of ranks | hand-compensated loss |
+| every element of `G` is a number of 16 bits | 16-bit wire |
+| `G` is no multiple of `F` | gradient hooks |
+| any other | unexplained |
+| **`F` is a combination of `P`, and the ranks' losses are others** (`_of_losses`) | |
+| each is that of one process over the number of ranks | double division |
+| with their factors as shares, the mean of `P` is `F` | hand-compensated loss |
+| all are the same multiple of those of one process | hand-compensated loss |
+| any other | unexplained |
+| **`F` is no combination of `P`: samples are compared with each other** (`_of_whole`) | |
+| there is batch norm with the statistics of each rank | batch norm |
+| a batch taken twice misses the same term as the batch in parts | constant term |
+| something was gathered, and the mean of the ranks' losses is that of one process | detached gather |
+| any other | non-decomposable loss |
 """
 
 from __future__ import annotations
@@ -15,411 +45,779 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_gradavg.reduction.global_mean import SCOPE
 from lightning_gradavg.rules import RULES
-from lightning_gradavg.verify.record import Id, Read, Refused, Tape
+from lightning_gradavg.verify.record import MicroBatch, Reading, Record, Refused, SampleId
 from lightning_gradavg.verify.report import CAUSES, Finding, Report
-from lightning_gradavg.verify.twin import Build, Seen, Twin, difference, differences, flat, gap_between, multiple_of
+from lightning_gradavg.verify.twin import (
+    Build,
+    Seen,
+    Twin,
+    compare_records,
+    compare_tensors,
+    flat,
+    gap_between,
+    multiple_of,
+)
 
 __all__ = ["judge"]
 
-_BESIDE_DRAWS = ("initial weights", "optimizer options")  # do not depend on what is drawn
+_BESIDE_DRAWS = ("initial weights", "optimizer options")
+"""Stages that do not depend on what is drawn."""
+
 _OF_COMBINATIONS = (
-    *("short window", "mean of means", "sum loss", "counts", "double division", "constant term"),
-    *("16-bit wire", "gradient hooks", "learning-rate scale", "optimizer options"),
+    "short window",
+    "mean of means",
+    "sum loss",
+    "counts",
+    "double division",
+    "constant term",
+    "16-bit wire",
+    "gradient hooks",
+    "learning-rate scale",
+    "optimizer options",
 )
-_OF_STATE = (
-    "one process that accumulates the same micro-batches trains the same, and one that takes them as one batch does"
-    " not: something counts or keeps state for every micro-batch, or compares samples within one"
-)
-_OF_DRAWS = "it belongs to no sample; every rank draws its own, and one process draws one"
-_OF_ORDER = (
-    "with the samples of the batch in a different order one process computes a different gradient: the loss, or a"
-    " random draw, depends on their positions in the batch"
-)
-_OF_STAGES = {
-    "initial weights": "initial weights",
-    "clipped gradient": "unexplained",
-    "optimizer options": "optimizer options",
-    "weights": "weights beside the gradient",
-    "buffers": "buffers of one rank",
-}
-_OF_ONE_PROCESS = "of one process: they may be transformed at random"
-_WIRES = (torch.bfloat16, torch.float16)
+"""Causes that are known from how the run combined gradients, or from numbers beside them.
+
+State that changes with every micro-batch has none of these.
+"""
+
+_16_BIT_TYPES = (torch.bfloat16, torch.float16)
 _MOST_BATCHES = 20_000  # of an epoch whose windows are looked at
-_ELEMENTS = 2048  # of a sketch; the others are sums
+_SKETCHED_ELEMENTS = 2048  # the first numbers of a sketch; those behind them are sums
 
 
 def judge(
-    tapes: Sequence[Tape], build: Build, tolerance: float, double: bool = True, accelerator: str = "cpu"
+    records: Sequence[Record], build: Build, tolerance: float, double: bool = True, accelerator: str = "cpu"
 ) -> Report:
     """Return how a run, as all ranks recorded it, differs from one process, and why."""
-    facts, untold = tapes[0].facts, "the run took no optimizer step"
-    if problems := [tape.problem or untold for tape in tapes if tape.problem or not tape.steps]:
-        return Report(facts.strategy, facts.rule.name, len(tapes), 0, math.nan, remarks=problems[:1])
-    return _Judge(tapes, Twin(tapes, build, double, accelerator), tolerance).report()
+    for record in records:
+        problem = record.problem
+        if not problem and not record.steps:
+            problem = "the run took no optimizer step"
+        if problem:
+            facts = records[0].facts
+            return Report(facts.strategy, facts.rule.name, len(records), 0, math.nan, remarks=[problem])
+    return _Judge(records, Twin(records, build, double, accelerator), tolerance).report()
+
+
+class _Explanation(NamedTuple):
+    cause: str  # a key of `CAUSES`
+    detail: str  # what was found, with numbers
 
 
 class _Judge:
-    def __init__(self, tapes: Sequence[Tape], twin: Twin, tolerance: float) -> None:
-        self.tapes, self.facts, self.twin, self.tolerance = tapes, tapes[0].facts, twin, tolerance
+    """Compares a run with one process.
+
+    Args:
+        records: What the ranks recorded.
+        twin: Trains on one process.
+        tolerance: The largest relative difference that counts as equal.
+    """
+
+    def __init__(self, records: Sequence[Record], twin: Twin, tolerance: float) -> None:
+        self.records, self.twin, self.tolerance = records, twin, tolerance
+        self.facts = records[0].facts
 
     def report(self) -> Report:
         """Compare, and put together what was found."""
-        alone, facts, remarks = self.twin.run(), self.facts, list[str]()
-        found, logged, steps = [*self._between_ranks()], list[Finding](), len(alone.steps)
+        alone = self.twin.train()
+        remarks: list[str] = []
+        compared_steps = len(alone.steps)
+        in_training = self._differences_between_ranks()
+        logged = None
         try:
-            if seen := self._first(alone):
-                steps = seen.step
-                found.append(self._finding(alone, seen))
-            logged = [*self._logged(alone, steps)]
+            seen = self._first_difference(alone)
+            if seen is not None:
+                compared_steps = seen.step
+                in_training.append(self._finding(alone, seen))
+            logged = self._first_logged_difference(alone, compared_steps)
         except Refused as error:
             remarks.append(str(error))
-        if drawn := dict.fromkeys(name for each in (*self.tapes, alone) for name in each.shared):
-            remarks.insert(0, f"one draw for a whole batch ({', '.join(drawn)}): {_OF_DRAWS}")
-            found, logged = [each for each in found if each.stage in _BESIDE_DRAWS], []
-        found = sorted(found, key=lambda each: each.step)[:1]
-        told = [*found, *_Reading(self.tapes, alone.read).told(), *logged]
-        findings = sorted((one for one in told if isinstance(one, Finding)), key=lambda one: one.note)
-        remarks += [one for one in told if isinstance(one, str)]
-        used = {"split_batches": facts.splits_batches, "equivalent_to": facts.replicated, "GradAvgStrategy": facts.ours}
-        given = [name for name, there in used.items() if there]
+
+        # Ranks draw other numbers than one process then, so what depends on them differs for no other reason.
+        shared_draws = self._shared_draws(alone)
+        if shared_draws:
+            remarks.insert(
+                0,
+                f"one draw for a whole batch ({', '.join(shared_draws)}): it belongs to no sample; every rank draws its"
+                " own, and one process draws one",
+            )
+            in_training = [finding for finding in in_training if finding.stage in _BESIDE_DRAWS]
+            logged = None
+
+        # Only the first difference is a cause. Those behind it may follow from it.
+        findings: list[Finding] = []
+        if in_training:
+            first = min(in_training, key=_step_of)
+            compared_steps = first.step + 1
+            findings.append(first)
+        samples = _SampleComparison(self.records, alone.reading)
+        samples.compare()
+        findings += samples.findings
+        remarks += samples.remarks
+        if logged is not None:
+            findings.append(logged)
         return Report(
-            facts.strategy,
-            facts.rule.name,
-            len(self.tapes),
-            found[0].step + 1 if found else steps,
-            self.tolerance,
-            [replace(one, **CAUSES[one.cause].remedy(facts.strategy, facts.rule.name, given)) for one in findings],
-            list(dict.fromkeys(remarks)),
-            "float64" if self.twin.double else "float32",
+            strategy=self.facts.strategy,
+            reduction=self.facts.rule.name,
+            world_size=len(self.records),
+            steps=compared_steps,
+            tolerance=self.tolerance,
+            findings=[self._with_remedy(finding) for finding in sorted(findings, key=_is_note)],
+            remarks=list(dict.fromkeys(remarks)),  # each once
+            precision="float64" if self.twin.double else "float32",
         )
 
-    def _first(self, alone: Tape) -> Seen | None:
+    def _with_remedy(self, finding: Finding) -> Finding:
+        """Return a finding with what to do about it in this run."""
+        used_options = []
+        if self.facts.splits_batches:
+            used_options.append("split_batches")
+        if self.facts.replicated:
+            used_options.append("equivalent_to")
+        if self.facts.is_gradavg:
+            used_options.append("GradAvgStrategy")
+        remedy = CAUSES[finding.cause].remedy(self.facts.strategy, self.facts.rule.name, used_options)
+        return replace(finding, advice=remedy.advice, diff=remedy.diff)
+
+    def _shared_draws(self, alone: Record) -> Sequence[str]:
+        """Return the operators that drew for no single sample, on a rank or on one process."""
+        names: dict[str, None] = {}
+        for record in (*self.records, alone):
+            names.update(record.shared)
+        return list(names)
+
+    def _first_difference(self, alone: Record) -> Seen | None:
         """Return the first difference in training to a run on one process."""
-        seen = next(differences(self.tapes[0], alone, self.tolerance), None)
+        seen = next(compare_records(self.records[0], alone, self.tolerance), None)
         if seen is None and alone.problem:
             raise Refused(alone.problem)
         return seen
 
-    def _finding(self, alone: Tape, seen: Seen) -> Finding:
-        """Return the finding of the first difference."""
+    def _finding(self, alone: Record, seen: Seen) -> Finding:
+        """Return the finding of the first difference, or raise `Refused` if it may be none.
+
+        | stage | cause |
+        |---|---|
+        | initial weights | initial weights |
+        | reduced gradient | that of the first case in the table above |
+        | clipped gradient | unexplained |
+        | optimizer options | learning-rate scale, or optimizer options |
+        | weights | weights beside the gradient |
+        | buffers | buffers of one rank |
+        """
         stage, name = seen.stage, seen.difference.name
-        cause, text = _OF_STAGES.get(stage, ""), f"{name} is the first to differ"
-        if stage == "reduced gradient":
-            cause, text = self._of_gradient(seen)
+        detail = f"{name} is the first to differ"
+        if stage == "initial weights":
+            cause = "initial weights"
+        elif stage == "reduced gradient":
+            cause, detail = self._of_gradient(seen)
+        elif stage == "clipped gradient":
+            cause = "unexplained"
         elif stage == "optimizer options" and name.startswith("lr"):
             cause = "learning-rate scale"
+        elif stage == "optimizer options":
+            cause = "optimizer options"
+        elif stage == "weights":
+            cause = "weights beside the gradient"
+        else:
+            cause = "buffers of one rank"
         if stage not in _BESIDE_DRAWS:
-            self._require_no_other_reason(alone, seen.step, cause)
-        return Finding(cause, stage, text, seen.step, seen.difference)
+            self._require_same_draws(alone, seen.step)
+            self._require_difference_in_windows(seen.step, cause)
+        return Finding(cause, stage, detail, seen.step, seen.difference)
 
-    def _of_gradient(self, seen: Seen) -> tuple[str, str]:
-        """Return the cause and the detail of a step whose reduced gradient differs."""
+    def _of_gradient(self, seen: Seen) -> _Explanation:
+        """Return why a reduced gradient differs."""
         if not self.facts.automatic:
-            return "unexplained", _in_words(seen.difference.factor)
-        known = _Evidence(self.twin, seen, self.tolerance)
-        turned, _ = self.twin.step_with(known.group[::-1], seen.step)
-        if gap_between(flat(turned, known.like), known.target) > known.near:
-            raise Refused(_OF_ORDER)
-        if SCOPE in self.tapes[0].scopes and not _is_plain(known):
-            return (
-                "weighed global mean",
-                f"{known.multiple}: the run weighs the ranks' losses once more",
+            return _Explanation("unexplained", _multiple_in_words(seen.difference.factor))
+        evidence = _Evidence(self.twin, seen, self.tolerance)
+        # If the order in a batch matters, a batch and its parts differ on one process, too, and explain nothing.
+        reversed_order = self.twin.train_step(evidence.group[::-1], seen.step).gradient
+        if gap_between(flat(reversed_order, evidence.like), evidence.whole) > evidence.near:
+            raise Refused(
+                "with the samples of the batch in a different order one process computes a different gradient: the"
+                " loss, or a random draw, depends on their positions in the batch"
             )
-        return _of_parts(known) if known.right else _of_whole(known)
+        # `global_mean` enters a profiler scope of this name, which the dispatch mode of the recorder sees.
+        if SCOPE in self.records[0].scopes and not _is_plain_mean(evidence):
+            return _Explanation(
+                "weighed global mean", f"{evidence.multiple}: the run weighs the ranks' losses once more"
+            )
+        if not evidence.right:
+            return _of_whole(evidence)
+        if not _have_other_losses(evidence):
+            return _of_combination(evidence) or _of_change(evidence)
+        return _of_losses(evidence)
 
-    def _require_no_other_reason(self, alone: Tape, position: int, cause: str) -> None:
-        drawn = alone.steps[position].taken[-1].trace
-        of_ranks = [taken for tape in self.tapes for taken in tape.steps[position].taken if taken.counts]
-        others = [one for taken in of_ranks if taken.trace != drawn for one in [*taken.trace, *drawn]]
-        if names := dict.fromkeys(name for name, _ in others):
+    def _require_same_draws(self, alone: Record, step: int) -> None:
+        """Raise `Refused` if one process drew other numbers in a step than a rank did."""
+        draws = alone.steps[step].micro_batches[-1].draws
+        names: dict[str, None] = {}
+        for record in self.records:
+            for micro_batch in record.steps[step].micro_batches:
+                if micro_batch.counts and micro_batch.draws != draws:
+                    names.update(dict.fromkeys(draw.operator for draw in (*micro_batch.draws, *draws)))
+        if names:
             raise Refused(f"a batch of another size draws other random numbers ({', '.join(names)})")
-        if len(self.tapes[0].steps[position].taken) > 1 and cause not in _OF_COMBINATIONS:
-            seen = self._first(self.twin.windowed())
-            if seen is None or seen.step > position:
-                raise Refused(_OF_STATE)
 
-    def _between_ranks(self) -> Iterator[Finding]:
-        """Yield where ranks differ from the first."""
-        for other in self.tapes[1:]:
-            with suppress(Refused):
-                for seen in differences(other, self.tapes[0], self.tolerance):
-                    name, _, found, expected, _ = vars(seen.difference).values()
-                    text = f"{name} is {found:.6g} on rank {other.rank}, but {expected:.6g} on rank 0"
-                    if seen.stage != "buffers":
-                        yield Finding("unsynchronised replicas", seen.stage, text, seen.step)
+    def _require_difference_in_windows(self, step: int, cause: str) -> None:
+        """Raise `Refused` if one process that takes windows, too, trains as the run does.
 
-    def _logged(self, alone: Tape, steps: int) -> Iterator[Finding]:
-        """Yield the first value that all ranks logged alike, as with `sync_dist`, and that differs."""
-        of_steps = zip(alone.steps[:steps], *(tape.steps for tape in self.tapes), strict=False)
-        for position, (mine, *of_ranks) in enumerate(of_steps):
-            alike = dict(set.intersection(*(set(step.logged.items()) for step in of_ranks)))
-            found, expected = (
-                {name: torch.tensor([values[name]], dtype=torch.float64) for name in alike.keys() & mine.logged.keys()}
-                for values in (alike, mine.logged)
-            )
-            for seen in difference(found, expected, 10 * self.tolerance, together=False)[:1]:
-                text = f"{seen.name} was logged by all ranks; the training is the same"
-                yield Finding("logged value", "logged values", text, position, seen)
-                return
-
-
-class _Reading:
-    """Whether the ranks together read what one process reads: each sample as often, in the same order and batches."""
-
-    def __init__(self, tapes: Sequence[Tape], alone: Read) -> None:
-        self.tapes, self.facts = tapes, tapes[0].facts
-        reads = [alone, *(tape.read for tape in tapes)]
-        self.traits = frozenset[str]().union(*(each.traits for each in reads))
-        self.complete, self.chosen = "goes on" not in self.traits, "chooses" in self.traits
-        self.stream = [one for batch in alone.batches for one in batch]
-        self.there, self.sources = Counter(self.stream), {one[0] for one in self.stream}
-        self.of_ranks = [tape.read.batches for tape in tapes]
-        of_steps = zip(*(tape.steps for tape in tapes), strict=False)
-        self.taken = [[one for step in steps for one in step.taken if one.counts] for steps in of_steps]
-        self.epochs = [step.epoch for step in tapes[0].steps]
-
-    def told(self) -> Iterator[Finding | str]:
-        """Yield findings, and remarks on what the compared steps do not show."""
-        world, steps = len(self.tapes), [[one.ids for one in taken] for taken in self.taken]
-        alike = all(len(each) >= world > 1 and len(set(each)) == 1 for each in steps)
-        known = self.complete and not self.chosen and self.there.keys() & {one for ids in steps[0] for one in ids}
-        if alike and not known:
-            text = f"all {world} ranks read the same samples in the same order: the global batch is one rank's"
-            yield Finding("duplicated stream", "samples", text)
+        Then the cause is in the windows and not in the ranks, such as a step counter or spectral norm.
+        """
+        if len(self.records[0].steps[step].micro_batches) == 1 or cause in _OF_COMBINATIONS:
             return
-        yield from self.lengths()
-        yield from self.coverage()
-        yield from self.order()
+        seen = self._first_difference(self.twin.train_in_windows())
+        if seen is None or seen.step > step:
+            raise Refused(
+                "one process that accumulates the same micro-batches trains the same, and one that takes them as one"
+                " batch does not: something counts or keeps state for every micro-batch, or compares samples within one"
+            )
 
-    def lengths(self) -> Iterator[str]:
-        """Yield a remark on a window beyond the steps in which not every micro-batch counts as its samples do."""
-        facts, window, world = self.facts, max(1, self.facts.accumulation), len(self.tapes)
+    def _differences_between_ranks(self) -> list[Finding]:
+        """Return where ranks differ from the first."""
+        findings = []
+        for record in self.records[1:]:
+            # Ranks that take different optimizer steps are not compared with each other.
+            with suppress(Refused):
+                for seen in compare_records(record, self.records[0], self.tolerance):
+                    if seen.stage == "buffers":
+                        continue  # each rank may have its own: DDP broadcasts those of rank 0 before the next forward
+                    difference = seen.difference
+                    detail = (
+                        f"{difference.name} is {difference.found:.6g} on rank {record.rank}, but"
+                        f" {difference.expected:.6g} on rank 0"
+                    )
+                    findings.append(Finding("unsynchronised replicas", seen.stage, detail, seen.step))
+        return findings
+
+    def _first_logged_difference(self, alone: Record, compared_steps: int) -> Finding | None:
+        """Return the first value that all ranks logged alike, as with `sync_dist`, and that differs."""
+        number = min(compared_steps, *(len(record.steps) for record in self.records))
+        for position in range(number):
+            expected_step = alone.steps[position]
+            steps = [record.steps[position] for record in self.records]
+            found, expected = {}, {}
+            for name, value in steps[0].logged.items():
+                is_alike = all(step.logged.get(name) == value for step in steps[1:])
+                if is_alike and name in expected_step.logged:
+                    found[name] = torch.tensor([value], dtype=torch.float64)
+                    expected[name] = torch.tensor([expected_step.logged[name]], dtype=torch.float64)
+            differences = compare_tensors(found, expected, 10 * self.tolerance, together=False)
+            if differences:
+                detail = f"{differences[0].name} was logged by all ranks; the training is the same"
+                return Finding("logged value", "logged values", detail, position, differences[0])
+        return None
+
+
+def _step_of(finding: Finding) -> int:
+    return finding.step
+
+
+def _is_note(finding: Finding) -> bool:
+    return finding.note
+
+
+class _SampleComparison:
+    """Whether the ranks together read what one process reads: each sample as often, in the same order and batches.
+
+    `compare` fills `findings` and `remarks`. A remark is on what the compared steps do not show.
+
+    Args:
+        records: What the ranks recorded.
+        alone: What one process reads.
+    """
+
+    def __init__(self, records: Sequence[Record], alone: Reading) -> None:
+        self.findings: list[Finding] = []
+        self.remarks: list[str] = []
+        self._records, self._facts, self._world_size = records, records[0].facts, len(records)
+        readings = [alone, *(record.reading for record in records)]
+        self._is_complete = all(reading.is_complete for reading in readings)
+        self._drops_last = any(reading.drops_last for reading in readings)
+        self._shuffles = any(reading.shuffles for reading in readings)
+        self._own_sampler = any(reading.own_sampler for reading in readings)
+        self._replaces = any(reading.replaces for reading in readings)
+        # An epoch, on one process and on the ranks.
+        self._stream: list[SampleId] = [sample for batch in alone.batches for sample in batch]
+        self._in_stream = Counter(self._stream)
+        self._sources = {sample[0] for sample in self._stream}
+        self._batches_of_ranks = [record.reading.batches for record in records]
+        # The compared steps: what all ranks took, and the epoch.
+        self._steps: list[list[MicroBatch]] = []
+        for steps in zip(*(record.steps for record in records), strict=False):
+            taken = []
+            for step in steps:
+                taken += [micro_batch for micro_batch in step.micro_batches if micro_batch.counts]
+            self._steps.append(taken)
+        self._epochs = [step.epoch for step in records[0].steps]
+
+    def compare(self) -> None:
+        """Compare the samples of the steps and of an epoch."""
+        if self._is_stream_of_every_rank():
+            detail = (
+                f"all {self._world_size} ranks read the same samples in the same order: the global batch is one rank's"
+            )
+            self.findings.append(Finding("duplicated stream", "samples", detail))
+            return
+        self._look_at_later_windows()
+        self._compare_epochs()
+        self._compare_order()
+
+    def _is_stream_of_every_rank(self) -> bool:
+        """Return whether all ranks take the same samples in every step, and their epoch cannot say more about it."""
+        for taken in self._steps:
+            if self._world_size == 1 or len(taken) < self._world_size:
+                return False
+            if any(micro_batch.sample_ids != taken[0].sample_ids for micro_batch in taken):
+                return False
+        if not self._is_complete or self._own_sampler:
+            return True
+        return not any(sample in self._in_stream for sample in _samples_of(self._steps[0]))
+
+    def _look_at_later_windows(self) -> None:
+        """Remark on a window beyond the compared steps in which not every micro-batch counts as its samples do.
+
+        Only a mean without weights can be wrong there. If the compared steps have micro-batches of different sizes and
+        nothing differed, the sizes do not decide how much a micro-batch counts, and each of them counts the same.
+        """
+        facts, window = self._facts, max(1, self._facts.accumulation)
         if not facts.automatic or facts.rule.uses_weight or not facts.rule.name.startswith("mean"):
             return
-        taken, known = sum(len(step.taken) for step in self.tapes[0].steps), min(map(len, self.of_ranks))
-        even = known and all(len({one.size for one in each}) == 1 for each in self.taken)
-        number = int(min(known or math.inf, facts.epoch_batches, _MOST_BATCHES))
-        for start in range(-(-taken // window) * window, number, window):
-            stop = min(start + window, number)
-            held = [len(batch) for batches in self.of_ranks for batch in batches[start:stop]]
-            held = held if even else [1] * (stop - start) * world
-            divisor = len(held) if facts.ours else window * world
-            if any(size * divisor != sum(held) for size in held):
-                sizes = f" of {' and '.join(map(str, sorted(set(held))))} samples" if even else ""
-                yield (
-                    f"beyond the compared steps, from batch {start} on, a window has {len(held)} micro-batches{sizes},"
-                    f" whose means {facts.strategy} adds up and divides by {divisor}"
-                )
-                return
-
-    def strange(self, samples: Counter[Id]) -> int:
-        """Return how many of these samples one process has not; of a data set it has all or none."""
-        return sum(number for one, number in samples.items() if one[0] not in self.sources)
-
-    def coverage(self) -> Iterator[Finding | str]:
-        """Yield what is said of samples that an epoch never reads, or reads more than once, or that are strange."""
-        here = Counter(one for batches in self.of_ranks for batch in batches for one in batch)
-        dropped = sum(max(map(len, batches), default=0) for batches in self.of_ranks)  # what drop_last leaves out
-        total, splits, surplus = self.there.total(), self.facts.splits_batches, here - self.there
-        strange, beyond = self.strange(here), sum(surplus[one] for one in surplus.keys() - self.there.keys())
-        missing, more = (self.there - here).total() - beyond, (surplus.total() - beyond) * (not splits)
-        if "replaces" in self.traits or not self.complete:
-            return
-        least = dropped * ("drops a last batch" in self.traits)
-        if least < strange and (strange < here.total() or (missing < 0 and not splits)):
-            yield f"{strange} of the {here.total()} samples of an epoch are none of the {total} {_OF_ONE_PROCESS}"
-        if missing <= dropped and not more:
-            return
-        if self.chosen:
-            yield f"by a sampler of your own, the ranks leave out {missing} samples of one process and add {more}"
-        elif missing > dropped:
-            yield Finding("unread samples", "samples", f"{missing} of the {total} samples of an epoch are never read")
-        else:
-            steps, first = zip(self.taken, self.epochs, strict=False), self.epochs[0]
-            read = Counter(one for taken, epoch in steps if epoch == first for each in taken for one in each.ids)
-            within = (read - self.there).keys() & self.there.keys()
-            cause, text = "padding", f"{more} samples of an epoch are read twice, to fill the ranks"
-            if more >= total:
-                cause, text = "duplicated stream", "every rank reads all samples of an epoch"
-            yield Finding(cause, "samples", text) if within else f"beyond the compared steps, {text}"
-
-    def order(self) -> Iterator[Finding | str]:
-        """Yield the first global batch that is not what one process reads at that place of its epoch."""
-        left, places = self.stream, {one: index for index, one in enumerate(self.stream)}
-        for position, taken in enumerate(self.taken):
-            here = Counter(one for each in taken for one in each.ids)
-            there, left = Counter(left[: here.total()]), left[here.total() :]
-            if self.chosen or self.epochs[position] != self.epochs[0] or not there:
-                return
-            if here == there:
+        compared_batches = sum(len(step.micro_batches) for step in self._records[0].steps)
+        known_batches = min(len(batches) for batches in self._batches_of_ranks)
+        sizes_count = known_batches > 0
+        for taken in self._steps:
+            if len({micro_batch.size for micro_batch in taken}) != 1:
+                sizes_count = False
+        end = min(facts.epoch_batches, _MOST_BATCHES)
+        if known_batches > 0:
+            end = min(end, known_batches)
+        first_start = math.ceil(compared_batches / window) * window
+        for start in range(first_start, int(end), window):
+            stop = min(start + window, int(end))
+            sizes = [1] * (stop - start) * self._world_size
+            if sizes_count:
+                sizes = [len(batch) for batches in self._batches_of_ranks for batch in batches[start:stop]]
+            # Stock DDP divides a short window by the full number of micro-batches.
+            divisor = window * self._world_size
+            if facts.is_gradavg:
+                divisor = len(sizes)
+            if all(size * divisor == sum(sizes) for size in sizes):
                 continue
-            strange = self.strange(here)
-            text = f"{strange} of the {here.total()} samples of the step are none of those {_OF_ONE_PROCESS}"
-            if strange == here.total():
-                free = "shuffles" in self.traits or self.facts.splits_batches
-                yield Finding("data order", "samples", text, position, note=True) if free else text
-                return
-            if strange and not self.complete:
-                yield text
-            of_ranks = ([one.ids for step in tape.steps for one in step.taken if one.counts] for tape in self.tapes)
-            read = ([places.get(one, -1) for ids in of_rank for one in ids] for of_rank in of_ranks)
-            rising = all(one < other for of_rank in read for one, other in pairwise(of_rank))
-            text = f"{(here & there).total()} of the {here.total()} samples of the step are those of one process there"
-            yield Finding("data order", "samples", text, position, note="shuffles" in self.traits or rising)
+            of_samples = ""
+            if sizes_count:
+                of_samples = f" of {' and '.join(str(size) for size in sorted(set(sizes)))} samples"
+            self.remarks.append(
+                f"beyond the compared steps, from batch {start} on, a window has {len(sizes)} micro-batches"
+                f"{of_samples}, whose means {facts.strategy} adds up and divides by {divisor}"
+            )
             return
+
+    def _number_of_strange(self, samples: Counter[SampleId]) -> int:
+        """Return how many of these samples one process does not have; of a data set it has all or none."""
+        return sum(number for sample, number in samples.items() if sample[0] not in self._sources)
+
+    def _compare_epochs(self) -> None:
+        """Find samples that an epoch never reads, or reads more than once, or that one process does not have.
+
+        | in an epoch | result |
+        |---|---|
+        | it cannot be read to its end, or samples are drawn with replacement | nothing |
+        | there are samples that one process does not have | a remark, and then as below |
+        | all samples are read once, but for a last batch that is dropped | nothing |
+        | a sampler of the user's own leaves out or repeats samples | a remark |
+        | samples are never read | "unread samples" |
+        | every sample is read again | "duplicated stream", or a remark if it is beyond the compared steps |
+        | some samples are read again | "padding", or a remark if it is beyond the compared steps |
+        """
+        if self._replaces or not self._is_complete:
+            return
+        on_ranks = Counter[SampleId]()
+        dropped = 0  # the most that `drop_last` leaves out: a batch of each rank
+        for batches in self._batches_of_ranks:
+            dropped += max((len(batch) for batch in batches), default=0)
+            for batch in batches:
+                on_ranks.update(batch)
+        splits_batches = self._facts.splits_batches
+        total = self._in_stream.total()
+        surplus = on_ranks - self._in_stream
+        unknown = sum(number for sample, number in surplus.items() if sample not in self._in_stream)
+        # A sample that a rank changed is both unknown and missing.
+        missing = (self._in_stream - on_ranks).total() - unknown
+        repeated = surplus.total() - unknown
+        if splits_batches:
+            repeated = 0  # all ranks read every batch, and each takes its chunk
+
+        # With `drop_last`, one process may leave out samples of a stream that the ranks read.
+        strange = self._number_of_strange(on_ranks)
+        expected_strange = dropped if self._drops_last else 0
+        some_are_known = strange < on_ranks.total()
+        are_more = missing < 0 and not splits_batches
+        if strange > expected_strange and (some_are_known or are_more):
+            self.remarks.append(
+                f"{strange} of the {on_ranks.total()} samples of an epoch are none of the {total} of one process: they"
+                " may be transformed at random"
+            )
+        if missing <= dropped and repeated == 0:
+            return
+        if self._own_sampler:
+            self.remarks.append(
+                f"by a sampler of your own, the ranks leave out {missing} samples of one process and add {repeated}"
+            )
+        elif missing > dropped:
+            detail = f"{missing} of the {total} samples of an epoch are never read"
+            self.findings.append(Finding("unread samples", "samples", detail))
+        elif repeated >= total:
+            self._add_repeated("duplicated stream", "every rank reads all samples of an epoch")
+        else:
+            self._add_repeated("padding", f"{repeated} samples of an epoch are read twice, to fill the ranks")
+
+    def _add_repeated(self, cause: str, detail: str) -> None:
+        """Add a finding if samples are repeated within the compared steps, and a remark if they are beyond them."""
+        read = Counter[SampleId]()
+        for taken, epoch in zip(self._steps, self._epochs, strict=False):
+            if epoch == self._epochs[0]:
+                read.update(_samples_of(taken))
+        repeated = read - self._in_stream
+        if any(sample in self._in_stream for sample in repeated):
+            self.findings.append(Finding(cause, "samples", detail))
+        else:
+            self.remarks.append(f"beyond the compared steps, {detail}")
+
+    def _compare_order(self) -> None:
+        """Find the first global batch that is not what one process reads at that place of its epoch.
+
+        | the batch has | result |
+        |---|---|
+        | samples that one process does not have, in an order that is free | "data order" as a note |
+        | samples that one process does not have, in any other order | a remark |
+        | samples of one process, in an order that is free, or rising on every rank | "data order" as a note |
+        | samples of one process, in any other order | "data order" |
+        """
+        start = 0
+        for position, taken in enumerate(self._steps):
+            on_ranks = Counter(_samples_of(taken))
+            total = on_ranks.total()
+            expected = Counter(self._stream[start : start + total])
+            start += total
+            if self._own_sampler or self._epochs[position] != self._epochs[0] or not expected:
+                return
+            if on_ranks == expected:
+                continue
+            strange = self._number_of_strange(on_ranks)
+            of_strange = (
+                f"{strange} of the {total} samples of the step are none of those of one process: they may be"
+                " transformed at random"
+            )
+            if strange == total and (self._shuffles or self._facts.splits_batches):
+                self.findings.append(Finding("data order", "samples", of_strange, position, note=True))
+                return
+            if strange == total:
+                self.remarks.append(of_strange)
+                return
+            if strange > 0 and not self._is_complete:
+                self.remarks.append(of_strange)
+            alike = (on_ranks & expected).total()
+            detail = f"{alike} of the {total} samples of the step are those of one process there"
+            is_note = self._shuffles or self._every_rank_reads_in_order()
+            self.findings.append(Finding("data order", "samples", detail, position, note=is_note))
+            return
+
+    def _every_rank_reads_in_order(self) -> bool:
+        """Return whether the samples of every rank, in all compared steps, rise in the order of one process."""
+        places = {sample: place for place, sample in enumerate(self._stream)}
+        for record in self._records:
+            places_of_rank = []
+            for step in record.steps:
+                taken = [micro_batch for micro_batch in step.micro_batches if micro_batch.counts]
+                places_of_rank += [places.get(sample, -1) for sample in _samples_of(taken)]
+            if any(place >= next_place for place, next_place in pairwise(places_of_rank)):
+                return False
+        return True
+
+
+def _samples_of(micro_batches: Sequence[MicroBatch]) -> Iterator[SampleId]:
+    for micro_batch in micro_batches:
+        yield from micro_batch.sample_ids
 
 
 class _Evidence:
-    """What is known of one step."""
+    """What is known of one step whose reduced gradient differs.
+
+    Gradients are vectors of the sketches of those parameters that differ.
+
+    Args:
+        twin: Trains one process up to the step, once for each micro-batch alone, and once for all.
+        seen: The difference.
+        tolerance: The largest relative difference that counts as equal.
+
+    Attributes:
+        near: The largest relative difference up to which a combination of gradients is another gradient.
+        world_size: The number of ranks.
+        factor: `G` / `F`, if that is one number.
+        multiple: The same in words.
+        group: The micro-batches of all ranks.
+        micro_batches: The same, without their places.
+        parts: `P`, a row for each micro-batch.
+        losses: The losses of one process for each of them.
+        whole: `F`.
+        loss: The loss of one process for all of them.
+        reduced: `G`.
+        like: Sketches that have the names and the order of the vectors.
+    """
 
     def __init__(self, twin: Twin, seen: Seen, tolerance: float) -> None:
-        self.twin, self.facts, self.seen = twin, twin.tapes[0].facts, seen
-        self.near = 100 * tolerance  # up to which a combination is one
-        self.factor, self.world_size = seen.difference.factor, len(twin.tapes)
-        self.multiple = _in_words(self.factor)
-        self.group = twin.taken(seen.step)
-        self.taken = [one for *_, one in self.group]
-        parts, self.losses = zip(*(twin.step_with([one], seen.step) for one in self.group), strict=True)
-        whole, self.loss = twin.step_with(self.group, seen.step)
-        every = {name: tensor for tensors in (*parts, whole, seen.found) for name, tensor in tensors.items()}
-        self.like = {name: each for name, each in every.items() if name in seen.names}
-        self.target, self.reduced = flat(whole, self.like), flat(seen.found, self.like)
-        self.rows = torch.stack([flat(part, self.like) for part in parts])
+        self.twin, self.seen = twin, seen
+        self.facts = twin.records[0].facts
+        self.near = 100 * tolerance
+        self.world_size = len(twin.records)
+        self.factor = seen.difference.factor
+        self.multiple = _multiple_in_words(self.factor)
+        self.group = twin.group_of_step(seen.step)
+        self.micro_batches = [rank_batch.micro_batch for rank_batch in self.group]
+        of_parts = [twin.train_step([rank_batch], seen.step) for rank_batch in self.group]
+        of_whole = twin.train_step(self.group, seen.step)
+        self.losses = [result.loss for result in of_parts]
+        self.loss = of_whole.loss
+        # A part may have no gradient of a parameter, as of an embedding that its samples do not use.
+        self.like: dict[str, Tensor] = {}
+        for tensors in (*(result.gradient for result in of_parts), of_whole.gradient, seen.found):
+            for name, tensor in tensors.items():
+                if name in seen.names:
+                    self.like[name] = tensor
+        self.parts = torch.stack([flat(result.gradient, self.like) for result in of_parts])
+        self.whole = flat(of_whole.gradient, self.like)
+        self.reduced = flat(seen.found, self.like)
 
     @cached_property
     def shares(self) -> Mapping[str, Tensor]:
-        """By which share each micro-batch counts, by what decides on it."""
-        weights = [math.nan if one.weight is None else one.weight for one in self.taken]
-        sizes, ones = [float(one.size) for one in self.taken], [1.0] * len(weights)
-        counts = {"samples": sizes, "weights": weights, "mean": ones}
-        every = {name: torch.tensor(each, dtype=torch.float64) for name, each in counts.items() if sum(each) > 0}
-        return {name: each / each.sum() for name, each in every.items()}
+        """The named combinations: which share each micro-batch has, by what decides on it."""
+        amounts = {
+            "samples": [float(micro_batch.size) for micro_batch in self.micro_batches],
+            "mean": [1.0] * len(self.micro_batches),
+        }
+        weights = [micro_batch.weight for micro_batch in self.micro_batches if micro_batch.weight is not None]
+        if len(weights) == len(self.micro_batches):
+            amounts["weights"] = weights
+        shares: dict[str, Tensor] = {}
+        for name in ("samples", "weights", "mean"):  # where several are right, reports show the first
+            if name in amounts and sum(amounts[name]) > 0:
+                of_name = torch.tensor(amounts[name], dtype=torch.float64)
+                shares[name] = of_name / of_name.sum()
+        return shares
 
     def factors(self, gradient: Tensor) -> Mapping[str, float]:
-        """Return which of these combinations of `P` a gradient is a multiple of, and which multiple."""
-        made = {name: each[each != 0] @ self.rows[each != 0] for name, each in self.shares.items()}
-        found = {name: multiple_of(gradient, each, self.near) for name, each in made.items()}
-        return {name: factor for name, factor in found.items() if factor is not None}
+        """Return which of the named combinations a gradient is a multiple of, and which multiple."""
+        factors: dict[str, float] = {}
+        for name, shares in self.shares.items():
+            counts = shares != 0  # a micro-batch without a share may have a gradient of NaN
+            factor = multiple_of(gradient, shares[counts] @ self.parts[counts], self.near)
+            if factor is not None:
+                factors[name] = factor
+        return factors
 
-    def solved(self, gradient: Tensor) -> Tensor | None:
-        """Return the coefficients with which the parts make up a gradient; None if none do, or many could."""
-        number, scale = len(self.rows), float(self.rows.abs().max())
-        known = len(gradient) > number and bool(torch.isfinite(torch.stack([*self.rows, gradient])).all())
-        if not known or int(torch.linalg.matrix_rank(self.rows, rtol=1e-9)) < number:
+    def solved_shares(self, gradient: Tensor) -> Tensor | None:
+        """Return the shares with which the parts make up a gradient; None if no shares do, or many could."""
+        number = len(self.parts)
+        if len(gradient) <= number or not gradient.isfinite().all() or not self.parts.isfinite().all():
             return None
-        found: Tensor = torch.linalg.lstsq(self.rows.T / scale, (gradient / scale).unsqueeze(1)).solution[:, 0]
-        return found if gap_between(gradient, found @ self.rows) <= self.near else None
+        if int(torch.linalg.matrix_rank(self.parts, rtol=1e-9)) < number:
+            return None
+        scale = float(self.parts.abs().max())
+        solution = torch.linalg.lstsq(self.parts.T / scale, (gradient / scale).unsqueeze(1)).solution
+        shares: Tensor = solution[:, 0]
+        if gap_between(gradient, shares @ self.parts) <= self.near:
+            return shares
+        return None
 
     @cached_property
     def right(self) -> Mapping[str, Tensor]:
         """The combinations of the parts that are the whole: by name, or "terms" with shares of their own."""
-        factors, number = self.factors(self.target), len(self.taken)
-        named = {name: self.shares[name] for name, factor in factors.items() if self.equals(factor, 1)}
-        named |= {"sum": self.shares["mean"] * number} if self.equals(factors.get("mean", 0.0), number) else {}
-        shares = None if named else self.solved(self.target)
-        fits = shares is not None and float(shares.min()) > -self.near and self.equals(float(shares.sum()), 1)
-        return {"terms": shares} if fits and shares is not None else named
+        right: dict[str, Tensor] = {}
+        number = len(self.micro_batches)
+        factors = self.factors(self.whole)
+        for name, factor in factors.items():
+            if self.is_close(factor, 1):
+                right[name] = self.shares[name]
+        if "mean" in factors and self.is_close(factors["mean"], number):
+            right["sum"] = self.shares["mean"] * number
+        if right:
+            return right
+        shares = self.solved_shares(self.whole)
+        # A loss that is a mean over terms has shares of its numbers of terms, which are not negative and add up to 1.
+        if shares is not None and float(shares.min()) > -self.near and self.is_close(float(shares.sum()), 1):
+            right["terms"] = shares
+        return right
 
-    def equals(self, factor: float, expected: float) -> bool:
+    def is_close(self, factor: float, expected: float) -> bool:
         """Return whether a factor is another, but for rounding."""
         return math.isclose(factor, expected, rel_tol=self.near)
 
 
-def _is_plain(known: _Evidence) -> bool:
+def _is_plain_mean(evidence: _Evidence) -> bool:
     """Return whether the run takes the plain mean of its micro-batches."""
-    rule = known.facts.rule
+    rule = evidence.facts.rule
     if not rule.uses_weight:
         return rule == RULES["mean"]
-    weights = known.shares.get("weights", known.shares["samples"])
-    return torch.equal(weights, known.shares["mean"])
+    shares = evidence.shares
+    weights = shares.get("weights", shares["samples"])
+    return torch.equal(weights, shares["mean"])
 
 
-def _in_words(factor: float | None) -> str:
-    return f"the gradient is {'another one' if factor is None else f'{factor:.4g} x that of one process'}"
+def _multiple_in_words(factor: float | None) -> str:
+    if factor is None:
+        return "the gradient is another one"
+    return f"the gradient is {factor:.4g} x that of one process"
 
 
-def _of_parts(known: _Evidence) -> tuple[str, str]:
-    """Return why a gradient that is a combination of its parts is the wrong one."""
-    losses, on_one = torch.tensor([[one.loss for one in known.taken], known.losses], dtype=torch.float64)
-    ratios = losses / on_one
-    if not bool(((ratios - 1).abs() > known.near)[ratios.isfinite()].any()):
-        return _of_combinations(known) or _changed(known) or ("unexplained", known.multiple)
-    text = f"{known.multiple}; the ranks' losses are {_listed(ratios)} x those of the same samples on one process"
-    if torch.allclose(ratios * known.world_size, torch.ones_like(ratios), rtol=1e-4, atol=0.0):
-        return "double division", text
-    if gap_between(known.target, ratios / len(ratios) @ known.rows) <= known.near:
-        return "hand-compensated loss", f'{text}; with it `reduction="mean"` is right'
-    alike = torch.allclose(ratios, ratios[0], rtol=known.near, atol=0.0)
-    return "hand-compensated loss" if alike else "unexplained", text
+def _listed(numbers: Tensor) -> str:
+    return ", ".join(f"{number:.4g}" for number in numbers.tolist())
 
 
-def _of_combinations(known: _Evidence) -> tuple[str, str] | None:
+def _loss_ratios(evidence: _Evidence) -> Tensor:
+    """Return the loss of each micro-batch on its rank over that of the same samples on one process."""
+    on_ranks = torch.tensor([micro_batch.loss for micro_batch in evidence.micro_batches], dtype=torch.float64)
+    return on_ranks / torch.tensor(evidence.losses, dtype=torch.float64)
+
+
+def _have_other_losses(evidence: _Evidence) -> bool:
+    """Return whether a rank computed another loss than one process does of the same samples."""
+    ratios = _loss_ratios(evidence)
+    known_ratios = ratios[ratios.isfinite()]  # a loss of 0, or of a micro-batch without terms, has no ratio
+    return bool(((known_ratios - 1).abs() > evidence.near).any())
+
+
+def _of_combination(evidence: _Evidence) -> _Explanation | None:
     """Return which multiple or which other combination of the parts the run made, if it is a known one."""
-    facts, ranks, number = known.facts, known.world_size, len(known.taken)
-    factors, sums = known.factors(known.reduced), "sum" in facts.rule.name
-    if "sum" in known.right and factors and not sums:
-        return "sum loss", f"{known.multiple}: the loss is a sum over samples"
-    factors = {name: factor / (number if "sum" in known.right else 1) for name, factor in factors.items()}
-    length = f"the window has {number / ranks:g} micro-batches on each rank and is divided by {facts.accumulation}"
-    multiples = (
-        (number / (ranks * facts.accumulation), "short window", length),
-        (1 / ranks, "double division", f"it is divided by the {ranks} ranks a second time"),
-        (number if sums else math.nan, "counts", "the loss is a mean, but the reduction adds up the ranks"),
-        (ranks, "hand-compensated loss", f"it is multiplied by the {ranks} ranks"),
-    )
-    if plain := [name for name, factor in factors.items() if known.equals(factor, 1)]:
-        return _of_shares(known, by_mean="mean" in plain and (len(plain) == 1 or not facts.rule.uses_weight))
-    for scale, cause, text in multiples:
-        if any(known.equals(factor, scale) for factor in factors.values()):
-            return cause, f"{known.multiple}: {text}"
+    rule, number = evidence.facts.rule, len(evidence.micro_batches)
+    factors = evidence.factors(evidence.reduced)
+    if not factors:
+        return None
+    if "sum" in evidence.right and "sum" not in rule.name:
+        return _Explanation("sum loss", f"{evidence.multiple}: the loss is a sum over samples")
+    if "sum" in evidence.right:
+        # Shares add up to 1, and the right gradient is `number` times the mean.
+        factors = {name: factor / number for name, factor in factors.items()}
+
+    made = [name for name, factor in factors.items() if evidence.is_close(factor, 1)]
+    if made:
+        # Where all micro-batches have equally many samples, several names are the same combination.
+        is_mean = "mean" in made and (len(made) == 1 or not rule.uses_weight)
+        return _of_shares(evidence, is_mean=is_mean)
+    return _of_multiple(evidence, list(factors.values()))
+
+
+def _of_multiple(evidence: _Evidence, factors: Sequence[float]) -> _Explanation | None:
+    """Return why the run made one of these multiples of the right gradient, if it is a known one."""
+    facts, ranks, number = evidence.facts, evidence.world_size, len(evidence.micro_batches)
+
+    def are_multiplied_by(scale: float) -> bool:
+        return any(evidence.is_close(factor, scale) for factor in factors)
+
+    if are_multiplied_by(number / (ranks * facts.accumulation)):
+        detail = f"the window has {number / ranks:g} micro-batches on each rank and is divided by {facts.accumulation}"
+        return _Explanation("short window", f"{evidence.multiple}: {detail}")
+    if are_multiplied_by(1 / ranks):
+        detail = f"it is divided by the {ranks} ranks a second time"
+        return _Explanation("double division", f"{evidence.multiple}: {detail}")
+    if "sum" in facts.rule.name and are_multiplied_by(number):
+        detail = "the loss is a mean, but the reduction adds up the ranks"
+        return _Explanation("counts", f"{evidence.multiple}: {detail}")
+    if are_multiplied_by(ranks):
+        detail = f"it is multiplied by the {ranks} ranks"
+        return _Explanation("hand-compensated loss", f"{evidence.multiple}: {detail}")
     return None
 
 
-def _of_shares(known: _Evidence, *, by_mean: bool) -> tuple[str, str]:
-    right, found = _listed(next(iter(known.right.values()))), known.solved(known.reduced)
-    text = f"one process weights the micro-batches by {right}, but the run weights them"
-    if by_mean:
-        return "mean of means", f"{text} equally: the ranks' losses have different numbers of terms"
-    how = "otherwise" if found is None else f"by {_listed(found)}"
-    return "counts", f"{text} {how}: the weights are not the numbers of terms"
+def _of_shares(evidence: _Evidence, *, is_mean: bool) -> _Explanation:
+    """Return what to say of a gradient that is a combination of the parts, but not the right one."""
+    right_shares = next(iter(evidence.right.values()))
+    detail = f"one process weights the micro-batches by {_listed(right_shares)}, but the run weights them"
+    if is_mean:
+        return _Explanation("mean of means", f"{detail} equally: the ranks' losses have different numbers of terms")
+    shares = evidence.solved_shares(evidence.reduced)
+    how = "otherwise"
+    if shares is not None:
+        how = f"by {_listed(shares)}"
+    return _Explanation("counts", f"{detail} {how}: the weights are not the numbers of terms")
 
 
-def _listed(shares: Tensor) -> str:
-    return ", ".join(f"{one:.4g}" for one in shares.tolist())
-
-
-def _changed(known: _Evidence) -> tuple[str, str] | None:
+def _of_change(evidence: _Evidence) -> _Explanation:
     """Return what was done to the ranks' gradients beyond combining them, if it is known."""
-    elements = torch.cat([known.seen.found.get(name, each * 0)[:_ELEMENTS] for name, each in known.like.items()])
-    for dtype in (dtype for dtype in _WIRES if elements.any() and torch.equal(elements.to(dtype).double(), elements)):
-        return "16-bit wire", f"every element of the gradient is a {str(dtype).removeprefix('torch.')} number"
-    if known.factor is None:
-        return "gradient hooks", "no known combination of what one process computes was made: each rank changes its own"
-    return None
+    elements = []
+    for name, sketch in evidence.like.items():
+        gradient = evidence.seen.found.get(name)
+        if gradient is None:
+            gradient = torch.zeros_like(sketch)
+        elements.append(gradient[:_SKETCHED_ELEMENTS])
+    values = torch.cat(elements)
+    for dtype in _16_BIT_TYPES:
+        if values.any() and torch.equal(values.to(dtype).double(), values):
+            name_of_type = str(dtype).removeprefix("torch.")
+            return _Explanation("16-bit wire", f"every element of the gradient is a {name_of_type} number")
+    if evidence.factor is None:
+        return _Explanation(
+            "gradient hooks",
+            "no known combination of what one process computes was made: each rank changes its own",
+        )
+    return _Explanation("unexplained", evidence.multiple)
 
 
-def _of_whole(known: _Evidence) -> tuple[str, str]:
+def _of_losses(evidence: _Evidence) -> _Explanation:
+    """Return why the ranks' losses are not those of one process."""
+    ratios = _loss_ratios(evidence)
+    detail = f"{evidence.multiple}; the ranks' losses are {_listed(ratios)} x those of the same samples on one process"
+    if torch.allclose(ratios * evidence.world_size, torch.ones_like(ratios), rtol=1e-4, atol=0.0):
+        return _Explanation("double division", detail)
+    compensated = ratios / len(ratios) @ evidence.parts
+    if gap_between(evidence.whole, compensated) <= evidence.near:
+        return _Explanation("hand-compensated loss", f'{detail}; with it `reduction="mean"` is right')
+    if torch.allclose(ratios, ratios[0], rtol=evidence.near, atol=0.0):
+        return _Explanation("hand-compensated loss", detail)
+    return _Explanation("unexplained", detail)
+
+
+def _of_whole(evidence: _Evidence) -> _Explanation:
     """Return why the gradient of a batch is no combination of those of its parts."""
-    norms = known.twin.tapes[0].batch_norms
-    if norms and not known.facts.replicated:  # whose statistics are over all ranks
-        return "batch norm", f"{known.multiple}, and each rank normalizes by its own samples, first in {norms[0]!r}"
+    records = evidence.twin.records
+    batch_norms = records[0].batch_norms
+    # Replicas share their statistics over all ranks.
+    if batch_norms and not evidence.facts.replicated:
+        return _Explanation(
+            "batch norm",
+            f"{evidence.multiple}, and each rank normalizes by its own samples, first in {batch_norms[0]!r}",
+        )
+
     # A term that is there once for every batch: what two parts have more than the whole, so has a batch taken twice.
-    of_parts = (known.rows.sum(0) - known.target) / (len(known.rows) - 1)
-    twice, _ = known.twin.step_with([*known.group, *known.group], known.seen.step)
-    of_twice = 2 * known.target - flat(twice, known.like)
-    if gap_between(of_twice, of_parts) <= 10 * known.near:
-        text = "the losses of two parts of a batch add up to its loss and one more term, which depends on no sample"
-        return "constant term", text
-    gathered = sorted({name for tape in known.twin.tapes for name in tape.collectives if "gather" in name})
-    mean = sum(one.loss for one in known.taken) / len(known.taken)
-    if gathered and math.isclose(mean, known.loss, rel_tol=1e-7):
-        text = f"what {', '.join(gathered)} brought from other ranks carries no gradient"
-        return "detached gather", f"the ranks' losses are those of one process, but the gradient is not: {text}"
-    text = "that of a batch is not a combination of those of its parts: the loss, or a hook, looks at all samples"
-    return "non-decomposable loss", f"{known.multiple}, and {text}"
+    surplus_of_parts = (evidence.parts.sum(0) - evidence.whole) / (len(evidence.parts) - 1)
+    twice = evidence.twin.train_step([*evidence.group, *evidence.group], evidence.seen.step).gradient
+    surplus_of_twice = 2 * evidence.whole - flat(twice, evidence.like)
+    if gap_between(surplus_of_twice, surplus_of_parts) <= 10 * evidence.near:
+        return _Explanation(
+            "constant term",
+            "the losses of two parts of a batch add up to its loss and one more term, which depends on no sample",
+        )
+
+    gathers: set[str] = set()
+    for record in records:
+        gathers.update(name for name in record.collectives if "gather" in name)
+    losses = [micro_batch.loss for micro_batch in evidence.micro_batches]
+    if gathers and math.isclose(sum(losses) / len(losses), evidence.loss, rel_tol=1e-7):
+        return _Explanation(
+            "detached gather",
+            "the ranks' losses are those of one process, but the gradient is not: what"
+            f" {', '.join(sorted(gathers))} brought from other ranks carries no gradient",
+        )
+    return _Explanation(
+        "non-decomposable loss",
+        f"{evidence.multiple}, and that of a batch is not a combination of those of its parts: the loss, or a hook,"
+        " looks at all samples",
+    )

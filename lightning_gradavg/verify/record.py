@@ -16,10 +16,10 @@ import math
 import pickle
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
 import torch
@@ -33,30 +33,56 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from lightning_gradavg._lightning.internals import BatchNorm, fetched_here
 from lightning_gradavg._lightning.loaders import user_loader
 from lightning_gradavg._lightning.options import StrategyFacts
-from lightning_gradavg._support.arguments import raise_first
 from lightning_gradavg._support.random_state import random_state, restore_random_state, same_random_state, seeded
 from lightning_gradavg._support.tree import batch_samples, bits
 from lightning_gradavg.batches.chunks import PartCollator
 from lightning_gradavg.rules import RULES, Rule
-from lightning_gradavg.verify.draws import Draws
+from lightning_gradavg.verify.draws import Draw, Draws
 
-__all__ = ["Id", "Read", "Recorder", "Refused", "Step", "Taken", "Tape", "Tensors", "loss_of", "sketch"]
+__all__ = [
+    "Facts",
+    "MicroBatch",
+    "Reading",
+    "Record",
+    "Recorder",
+    "Refused",
+    "SampleId",
+    "Snapshot",
+    "Step",
+    "Tensors",
+    "loss_and_weight",
+    "sketch",
+]
 
-Id: TypeAlias = tuple[Hashable, ...]
-"""A sample: a data set and the index there; of a stream a digest."""
+SampleId: TypeAlias = tuple[Hashable, ...]
+"""A sample: a digest of its data set and its index there; of a stream, a digest of the sample."""
+
+SampleKey: TypeAlias = tuple[int, ...]
+"""What a sample draws from: its micro-batch in the window, its rank, and its place in the micro-batch there."""
 
 Tensors: TypeAlias = dict[str, Tensor]
 """Sketches by the name of their parameter, buffer, option or value."""
 
-_UNMADE = "no collate_fn makes the loader's batches, so their samples are unknown: use one DataLoader with a batch_size"
+_NO_COLLATE_FN = (
+    "no collate_fn makes the loader's batches, so their samples are unknown: use one DataLoader with a batch_size"
+)
 
-_KEPT = 4096
-_MOST_BATCHES, _MOST_SAMPLES = 20_000, 5_000  # of an epoch that is read without training; a stream loads samples
-_SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)  # that read every sample once
-_TYPES = re.compile(r"(?i)dtype|scalar type|double|float64|float32|not implemented for|expected .* but (got|found)")
-_IN_FLOAT32 = "the run does not compute in float64 (after {operator}: {error}): verify with --single, in float32"
-_MANUAL = "in manual optimization a window of several batches is the user's own sum of them"
-_NO_OPTIONS = ("params", "initial_lr", "foreach", "fused")  # of the mathematics
+_SKETCHED_NUMBERS = 4096
+
+# Of an epoch that is read without training. Reading a stream loads its samples; otherwise only indices are read.
+_MOST_BATCHES = 20_000
+_MOST_SAMPLES = 5_000
+
+_SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)
+"""Those that read every sample once."""
+
+_ERRORS_OF_TYPES = re.compile(
+    r"(?i)dtype|scalar type|double|float64|float32|not implemented for|expected .* but (got|found)"
+)
+"""What errors of operators that do not compute in float64 say."""
+
+_UNCOMPARED_OPTIONS = ("params", "initial_lr", "foreach", "fused")
+"""Entries of an optimizer's groups that do not change what it computes."""
 
 
 class Refused(Exception):  # noqa: N818  # no error of the run
@@ -65,46 +91,96 @@ class Refused(Exception):  # noqa: N818  # no error of the run
 
 def sketch(tensor: Tensor) -> Tensor:
     """Return a tensor's elements as float64 on the CPU, of a large one 2048 of them and 2048 signed sums over all."""
-    dense = (tensor.to_dense() if tensor.layout != torch.strided else tensor).detach()
-    flat = (torch.view_as_real(dense) if dense.is_complex() else dense).reshape(-1)
-    if flat.numel() <= _KEPT:
+    dense = tensor.detach()
+    if dense.layout != torch.strided:
+        dense = dense.to_dense()
+    if dense.is_complex():
+        dense = torch.view_as_real(dense)
+    flat = dense.reshape(-1)
+    if flat.numel() <= _SKETCHED_NUMBERS:
         return flat.to(device="cpu", dtype=torch.float64, copy=True)
-    half = _KEPT // 2
-    positions, signs = (each.to(flat.device) for each in _pattern(flat.numel(), half))
+    half = _SKETCHED_NUMBERS // 2
+    pattern = _sketch_pattern(flat.numel(), half)
+    signs = pattern.signs.to(flat.device)
+    # The elements are rows of `half` numbers. Every row is added to the sums with a sign of its own. One part after the
+    # other is converted to float64, so there is never a float64 copy of the whole tensor.
     sums = flat.new_zeros(half, dtype=torch.float64)
-    for part, of_rows in zip(flat.split(half * half), signs.split(half), strict=True):  # a float64 copy of one part
-        sums += of_rows @ nn.functional.pad(part.double(), (0, -len(part) % half)).view(-1, half)
-    return torch.cat([flat[positions].double(), sums / math.sqrt(len(signs))]).cpu()
+    for part, signs_of_rows in zip(flat.split(half * half), signs.split(half), strict=True):
+        padding = -len(part) % half
+        rows = nn.functional.pad(part.double(), (0, padding)).view(-1, half)
+        sums += signs_of_rows @ rows
+    elements = flat[pattern.positions.to(flat.device)].double()
+    return torch.cat([elements, sums / math.sqrt(len(signs))]).cpu()
+
+
+class _SketchPattern(NamedTuple):
+    positions: Tensor  # of the elements that are kept
+    signs: Tensor  # 1 or -1 for each row of elements
 
 
 @functools.lru_cache(maxsize=64)
-def _pattern(size: int, half: int) -> tuple[Tensor, Tensor]:
+def _sketch_pattern(size: int, half: int) -> _SketchPattern:
+    """Return the pattern for tensors of this size, the same in all processes."""
     generator = torch.Generator().manual_seed(size)
     positions = torch.randint(size, (half,), generator=generator).sort().values
-    return positions, torch.randint(2, (-(-size // half),), generator=generator).double() * 2 - 1
+    rows = math.ceil(size / half)
+    signs = torch.randint(2, (rows,), generator=generator).double() * 2 - 1
+    return _SketchPattern(positions, signs)
 
 
 @dataclass(frozen=True)
-class Read:
-    """What one pass over the training data reads on this rank."""
+class Reading:
+    """What one pass over the training data reads on this rank, and how.
 
-    batches: Sequence[Sequence[Id]] = ()  # the ids of each
-    traits: frozenset[str] = frozenset({"goes on"})  # that `_Loading.read` finds
+    Attributes:
+        batches: The samples of each batch.
+        is_complete: Whether these are all batches of the pass.
+        drops_last: Whether the loader leaves out a last batch that is not full.
+        shuffles: Whether the order is random, or that of a stream.
+        own_sampler: Whether a sampler may leave out or repeat samples, as one of the user's own may.
+        replaces: Whether a sampler draws with replacement.
+    """
+
+    batches: Sequence[Sequence[SampleId]] = ()
+    is_complete: bool = False
+    drops_last: bool = False
+    shuffles: bool = False
+    own_sampler: bool = False
+    replaces: bool = False
 
 
 @dataclass
-class Taken:
-    """One micro-batch on one rank."""
+class MicroBatch:
+    """One micro-batch on one rank.
 
-    samples: Sequence[bytes] = ()  # as `collate_fn` was given them
-    ids: Sequence[Id] = ()  # of the samples: equal on all processes
+    Attributes:
+        packed_samples: The samples, pickled, as `collate_fn` was given them.
+        sample_ids: Which samples these are, equal on all processes.
+        size: The number of samples.
+        unknown_because: Why the samples are not known; "" if they are.
+        sample_keys: What the samples draw from, if the micro-batch joins those of several ranks.
+        counts: Whether its samples count: not if the strategy only kept the rank busy.
+        loss: The value of the loss; of the first, if an optimizer asks for several.
+        weight: The weight that `training_step` returned with it.
+        draws: What was drawn in the micro-batch.
+    """
+
+    packed_samples: Sequence[bytes] = ()
+    sample_ids: Sequence[SampleId] = ()
     size: int = 1
-    why: str = _UNMADE  # its samples are not known
-    keys: Sequence[tuple[int, ...]] = ()  # of the samples, on one process
-    counts: bool = True  # not if the strategy only kept the rank busy
+    unknown_because: str = _NO_COLLATE_FN
+    sample_keys: Sequence[SampleKey] = ()
+    counts: bool = True
     loss: float = math.nan
     weight: float | None = None
-    trace: list[Any] = field(default_factory=list)
+    draws: list[Draw] = field(default_factory=list)
+
+
+class Snapshot(NamedTuple):
+    """Tensors at one stage of a step."""
+
+    stage: str  # of `report.STAGES`
+    tensors: Tensors
 
 
 @dataclass
@@ -112,25 +188,51 @@ class Step:
     """What one global batch does, in order."""
 
     epoch: int
-    taken: list[Taken]
-    moments: list[tuple[str, Tensors]]  # what there is at the stages that `report.STAGES` names
+    micro_batches: list[MicroBatch]
+    snapshots: list[Snapshot]
     logged: dict[str, float]
 
 
 @dataclass(frozen=True)
-class Facts(StrategyFacts):
-    """How a run was set up: what a strategy of ours tells, else what holds of stock DDP; without a user's function."""
+class Facts:
+    """How a run was set up. Unlike `StrategyFacts` it can be pickled: the rule is without a user's function.
 
-    rule: Rule = RULES["mean"]
+    Attributes:
+        strategy: The name of the strategy's class.
+        is_gradavg: Whether it is a strategy of this package.
+        rule: Its reduction rule; of stock DDP the mean.
+        splits_batches: Whether each rank takes its chunk of the loader's batches.
+        replicated: Whether a training step runs once per replica, so that batch statistics are those of all ranks.
+        accumulation: Loader batches per optimizer step.
+        automatic: Whether Lightning optimizes, and not the module.
+        epoch_batches: Loader batches in an epoch, on each rank.
+    """
+
     strategy: str = ""
-    ours: bool = False
+    is_gradavg: bool = False
+    rule: Rule = RULES["mean"]
+    splits_batches: bool = False
+    replicated: bool = False
+    accumulation: int = 1
     automatic: bool = True
     epoch_batches: float = math.inf
 
 
 @dataclass
-class Tape:
-    """What one process recorded."""
+class Record:
+    """What one process recorded.
+
+    Attributes:
+        rank: The rank of the process.
+        facts: How its run was set up.
+        steps: The optimizer steps.
+        shared: Operators that drew for no single sample, in order.
+        collectives: Names of the collective operations that ran.
+        scopes: Names of the profiler scopes that were entered.
+        reading: What one epoch reads, if it was asked for.
+        batch_norms: Names of layers whose statistics are those of one rank.
+        problem: Why the run cannot be compared; "" if it can.
+    """
 
     rank: int = 0
     facts: Facts = field(default_factory=Facts)
@@ -138,18 +240,28 @@ class Tape:
     shared: dict[str, None] = field(default_factory=dict)
     collectives: set[str] = field(default_factory=set)
     scopes: set[str] = field(default_factory=set)
-    read: Read = field(default_factory=Read)
-    batch_norms: list[str] = field(default_factory=list)  # whose statistics are those of one rank
+    reading: Reading = field(default_factory=Reading)
+    batch_norms: list[str] = field(default_factory=list)
     problem: str = ""
 
 
-def loss_of(output: Any) -> tuple[Any, float | None]:
-    """Return the loss in what `training_step` returned, the sum of named ones, and its weight."""
-    content = output if isinstance(output, Mapping) else {"loss": output}
-    loss, weight = content.get("loss"), content.get("weight")
+class LossAndWeight(NamedTuple):
+    """What a training step says of its batch."""
+
+    loss: Any  # a tensor, or whatever the user returned in its place
+    weight: float | None
+
+
+def loss_and_weight(output: object) -> LossAndWeight:
+    """Return the loss and the weight in what `training_step` returned; of named losses their sum."""
+    if not isinstance(output, Mapping):
+        return LossAndWeight(output, None)
+    loss, weight = output.get("loss"), output.get("weight")
     if isinstance(loss, Mapping):
-        return sum(loss.values()), None
-    return loss, None if weight is None or isinstance(weight, Mapping) else float(weight)
+        return LossAndWeight(sum(loss.values()), None)
+    if weight is None or isinstance(weight, Mapping):
+        return LossAndWeight(loss, None)
+    return LossAndWeight(loss, float(weight))
 
 
 def _seed(text: str) -> None:
@@ -160,18 +272,21 @@ def _seed(text: str) -> None:
 class _Packer(pickle.Pickler):
     """Writes equal samples as equal bytes, and of a view not the storage behind it."""
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         if type(value) is not Tensor or value.layout != torch.strided:
             return NotImplemented
-        return _unpacked, (bytearray(bits(value)), value.dtype, tuple(value.shape))
+        return _unpacked_tensor, (bytearray(bits(value)), value.dtype, tuple(value.shape))
 
 
-def _unpacked(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    return torch.frombuffer(data, dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
+def _unpacked_tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not data:  # `torch.frombuffer` refuses an empty buffer
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).reshape(shape)
 
 
-def _packed(sample: Any) -> bytes:
-    _Packer(stream := io.BytesIO()).dump(sample)
+def _packed(sample: object) -> bytes:
+    stream = io.BytesIO()
+    _Packer(stream).dump(sample)
     return stream.getvalue()
 
 
@@ -179,17 +294,21 @@ def _digest(*packed: bytes) -> bytes:
     return hashlib.blake2b(b"".join(packed), digest_size=12).digest()
 
 
-class _Seeded:
-    """A dataset whose random numbers depend on the index alone, so that a sample is the same wherever it is read."""
+class _SeededDataset:
+    """A dataset whose random numbers depend on the index alone, so that a sample is the same wherever it is read.
+
+    Attributes:
+        indices: The indices that were read since the list was last emptied.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self.read: list[Any] = []
+        self.indices: list[Hashable] = []
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Hashable) -> object:
         state = random_state()
         _seed(f"sample {index}")
-        self.read.append(index)
+        self.indices.append(index)
         try:
             return self._dataset[index]
         finally:
@@ -197,261 +316,484 @@ class _Seeded:
 
 
 def _fingerprint(dataset: Any) -> bytes | None:
-    """Return what equal datasets share: a digest of the length and of some samples; None where it is not known."""
-    with suppress(Exception):
-        size, same = len(dataset), _Seeded(dataset)
-        return _digest(_packed(size), *(_packed(same[place]) for place in range(0, size, size // 2 or 1)))
-    return None
+    """Return what equal datasets share: a digest of the length and of some samples; None if that cannot be read."""
+    try:
+        size = len(dataset)
+        seeded_dataset = _SeededDataset(dataset)
+        packed = [_packed(size)]
+        for index in range(0, size, max(1, size // 2)):
+            packed.append(_packed(seeded_dataset[index]))
+    except Exception:  # noqa: BLE001  # of the user's dataset, and pickle raises nearly anything
+        return None
+    return _digest(*packed)
+
+
+class _RecordingCollate:
+    """Collates as the user's `collate_fn` does, and notes what the batch is made of.
+
+    It stands in the fetcher of one pass of a loader, which calls it with the samples that it just read.
+    """
+
+    def __init__(
+        self,
+        collate: Callable[[list[Any]], Any],
+        dataset: _SeededDataset,
+        fingerprint: bytes | None,
+        note: Callable[[object, MicroBatch], None],
+    ) -> None:
+        self._collate, self._dataset, self._fingerprint, self._note = collate, dataset, fingerprint, note
+
+    def __call__(self, samples: list[object]) -> object:
+        # Under `split_batches` all ranks read all samples of a batch, and this rank trains on some.
+        own = slice(None)
+        if isinstance(self._collate, PartCollator):
+            chunk = self._collate.split.cut(len(samples))
+            own = slice(chunk.start, chunk.stop)
+        own_samples = samples[own]
+        indices = self._dataset.indices[own]
+        self._dataset.indices = []
+
+        unknown_because = ""
+        packed: list[bytes] = []
+        try:
+            packed = [_packed(sample) for sample in own_samples]
+        except Exception:  # noqa: BLE001  # pickle raises nearly anything
+            unknown_because = "a sample cannot be copied"
+        # One process collates these samples again, with those of other ranks.
+        before = random_state()
+        batch = self._collate(samples)
+        if not same_random_state(before, random_state()):
+            unknown_because = "collate_fn draws random numbers"
+
+        micro_batch = MicroBatch(packed, self._sample_ids(indices, packed), len(own_samples), unknown_because)
+        if isinstance(self._collate, PartCollator):
+            self._note(batch.part, micro_batch)  # what the strategy makes of a `Collated`
+        else:
+            self._note(batch, micro_batch)
+        return batch
+
+    def _sample_ids(self, indices: Sequence[Hashable], packed: Sequence[bytes]) -> Sequence[SampleId]:
+        if self._fingerprint is None:
+            return tuple((_digest(sample),) for sample in packed)
+        return tuple((self._fingerprint, index) for index in indices)
+
+
+class _Noted(NamedTuple):
+    """A batch and what it is made of."""
+
+    batch: object  # kept alive, so that no other object gets its id
+    micro_batch: MicroBatch
 
 
 class _Loading:
-    """Lets the loaders of a process load in it, and knows what the batches that were not trained on yet are made of."""
+    """Lets the loaders of a process load in it, and knows what the batches that were not trained on yet are made of.
+
+    `fetched_here` calls `watch` when a pass of a loader begins. The collate function that it puts there calls `note`
+    for each batch. The recorder calls `pop` when the batch arrives at training.
+    """
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[Any, Taken]] = {}
+        self._noted: dict[int, _Noted] = {}
 
     def watch(self, fetcher: Any) -> None:
-        """Note the batches of a pass of a `DataLoader`."""
+        """Have a pass of a `DataLoader` note its batches."""
         if not fetcher.auto_collation:
-            return
-        own, known, same = fetcher.collate_fn, None, _Seeded(fetcher.dataset)
+            return  # the loader has batch_size=None, so there is no `collate_fn` of samples
+        dataset = _SeededDataset(fetcher.dataset)
+        fingerprint = None
         if not isinstance(fetcher.dataset, IterableDataset):
-            known, fetcher.dataset = _fingerprint(fetcher.dataset), same
+            fingerprint = _fingerprint(fetcher.dataset)
+            fetcher.dataset = dataset
+        fetcher.collate_fn = _RecordingCollate(fetcher.collate_fn, dataset, fingerprint, self.note)
 
-        def collated(samples: list[Any]) -> Any:
-            cut = own.split.cut(len(samples)) if isinstance(own, PartCollator) else None
-            mine = slice(cut.start, cut.stop) if cut else slice(None)  # of this rank, of those that all ranks read
-            indices, same.read = same.read[mine], []
-            why = "a sample cannot be copied"
-            packed = list[bytes]()
-            with suppress(Exception):  # pickle raises nearly anything
-                packed, why = [_packed(sample) for sample in samples[mine]], ""
-            before = random_state()
-            batch = own(samples)
-            if not same_random_state(before, random_state()):
-                why = "collate_fn draws random numbers"
-            ids: Iterable[Id] = ((known, index) for index in indices) if known else ((_digest(one),) for one in packed)
-            self.note(batch.part if cut else batch, Taken(packed, tuple(ids), len(samples[mine]), why))
-            return batch
+    def note(self, batch: object, micro_batch: MicroBatch) -> None:
+        """Remember what a batch is made of."""
+        self._noted[id(batch)] = _Noted(batch, micro_batch)
 
-        fetcher.collate_fn = collated
+    def pop(self, batch: object) -> MicroBatch:
+        """Return what a batch is made of, and forget it; of an unknown batch, that its samples are unknown."""
+        noted = self._noted.pop(id(batch), None)
+        if noted is None:
+            return MicroBatch()
+        return noted.micro_batch
 
-    def note(self, batch: Any, taken: Taken) -> Any:
-        """Remember what a batch is made of, and return it."""
-        self._made[id(batch)] = (batch, taken)
-        return batch
-
-    def taken(self, batch: Any) -> Taken:
-        """Return what a batch is made of."""
-        return self._made.pop(id(batch), (batch, Taken()))[1]
-
-    def _ids(self, loader: DataLoader[Any]) -> Iterator[Sequence[Id]]:
-        if isinstance(loader.dataset, IterableDataset):
-            yield from (self.taken(batch).ids for batch in loader)
-        elif known := _fingerprint(loader.dataset):
-            batches: Any = loader.batch_sampler
-            yield from (tuple((known, index) for index in batch) for batch in batches)
-
-    def read(self, loader: Any) -> Read:
-        """Read the loader of a run once, without training; of a map-style one the indices alone."""
-        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-        streams, replaces = isinstance(loader.dataset, IterableDataset), getattr(sampler, "replacement", False)
-        deals = type(loader.batch_sampler).__module__.partition(".")[0] in ("torch", "builtins")
-        most = _MOST_SAMPLES // (loader.batch_size or 1) if streams else _MOST_BATCHES
+    def read(self, loader: DataLoader[Any]) -> Reading:
+        """Read the loader of a run once, without training; of a map-style dataset the indices alone."""
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        most = _MOST_BATCHES
+        if is_stream:
+            most = _MOST_SAMPLES // (loader.batch_size or 1)
         try:
-            found = list(islice(self._ids(loader), most))
+            batches = list(islice(self._sample_ids(loader), most))
         except Exception:  # noqa: BLE001  # a loader that can be read once only
-            found = []
-        traits = {
-            "goes on": not 0 < len(found) < most,
-            "drops a last batch": loader.drop_last,
-            "shuffles": streams or isinstance(sampler, RandomSampler) or getattr(sampler, "shuffle", False),
-            # A sampler of the user's own may leave out or repeat samples; one with replacement does.
-            "chooses": not streams and (replaces or not (deals and isinstance(sampler, _SAMPLERS))),
-            "replaces": replaces,
-        }
-        return Read(tuple(found), frozenset(name for name, there in traits.items() if there))
+            batches = []
+        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        shuffles = isinstance(sampler, RandomSampler) or getattr(sampler, "shuffle", False)
+        replaces = getattr(sampler, "replacement", False)
+        # A plain list may be a batch sampler, too.
+        batch_sampler_package = type(loader.batch_sampler).__module__.partition(".")[0]
+        knows_samplers = batch_sampler_package in ("torch", "builtins") and isinstance(sampler, _SAMPLERS)
+        return Reading(
+            batches=batches,
+            is_complete=0 < len(batches) < most,
+            drops_last=loader.drop_last,
+            shuffles=is_stream or shuffles,
+            own_sampler=not is_stream and (replaces or not knows_samplers),
+            replaces=replaces,
+        )
+
+    def _sample_ids(self, loader: DataLoader[Any]) -> Iterator[Sequence[SampleId]]:
+        """Yield the samples of each batch of a pass."""
+        if isinstance(loader.dataset, IterableDataset):
+            for batch in loader:
+                yield self.pop(batch).sample_ids
+            return
+        fingerprint = _fingerprint(loader.dataset)
+        if fingerprint is None:
+            return
+        assert loader.batch_sampler is not None, "a loader with batch_size=None has no collate_fn, and is not read"
+        for indices in loader.batch_sampler:
+            yield tuple((fingerprint, index) for index in indices)
 
 
 class Recorder(Callback):
-    """Records the first steps of a run, in float64 if `double`, and ends it; `reads` an epoch of its loader."""
+    """Records the first steps of a run, and ends the run.
 
-    def __init__(self, steps: int, *, double: bool = True, reads: bool = True) -> None:
-        self.most, self._reads = steps, reads
-        self.given: Any = None  # the user's loader, if it is read at the end
-        self.loading, self.mode = _Loading(), Draws(double=double)
-        self.tape = Tape(shared=self.mode.shared, collectives=self.mode.collectives, scopes=self.mode.scopes)
-        self.window: list[Taken] = []
-        self.moments: list[tuple[str, Tensors]] = []
-        self.keys: Sequence[tuple[int, ...]] = []  # of the samples of the batch
-        self._counted, self._epoch, self._batch = 0, 0, ExitStack()
-        # The plugin is the first to be given a batch as the loader made it.
-        self.plugin: Any = DoublePrecision() if double else Precision()
-        self._converts = self.plugin.convert_input
-        vars(self.plugin)["convert_input"] = self._arrived
+    `plugin` and the recorder itself are among the plugins and callbacks of a Trainer, which fits the module within
+    `watching`. Then Lightning calls, in this order:
+
+    ```text
+    on_train_start                  note the set-up and the initial weights
+      _begin_batch                  for each batch, from the plugin's `convert_input`; first end the step before
+        _training_step              note loss and weight; once for each piece of the batch
+        on_before_optimizer_step    note the reduced gradient } each time that an optimizer
+        _after_optimizer_step       note the clipped gradient } takes a step
+      on_train_batch_end            note what was drawn
+    on_train_end                    end the last step
+    ```
+
+    Args:
+        most_steps: The number of steps after which the run ends.
+        double: Whether the run computes in float64.
+        reads: Whether to read an epoch of the user's loader at the end.
+
+    Attributes:
+        record: What is recorded.
+        sample_keys: What the samples of the running batch draw from.
+        mode: The mode in which a batch is computed.
+        loading: What batches are made of.
+        plugin: The precision plugin that the Trainer is to have.
+    """
+
+    trainer: Trainer
+    module: LightningModule
+
+    def __init__(self, most_steps: int, *, double: bool = True, reads: bool = True) -> None:
+        self._most_steps = most_steps
+        self._reads = reads
+        self._loader: Any = None  # the user's, if it is read at the end
+        self.loading = _Loading()
+        self.mode = Draws(double=double)
+        self.record = Record(shared=self.mode.shared, collectives=self.mode.collectives, scopes=self.mode.scopes)
+        # Of the step that is not ended yet.
+        self._window: list[MicroBatch] = []
+        self._snapshots: list[Snapshot] = []
+        # Of the running batch.
+        self.sample_keys: Sequence[SampleKey] = []
+        self._epoch = 0
+        self._computed_samples = 0  # by the pieces before
+        self._batch_scope = ExitStack()
+        # Lightning's loop calls `convert_input` of the precision plugin before any hook of a batch, so there the batch
+        # is still the object that the loader made.
+        self.plugin: Any = Precision()
+        if double:
+            self.plugin = DoublePrecision()
+        self._convert_input: Callable[[object], object] = self.plugin.convert_input
+        self.plugin.convert_input = self._begin_batch
 
     @contextmanager
     def watching(self, module: LightningModule) -> Iterator[None]:
-        """Watch a module, which is for this run alone, in training, and end with the record."""
-        step, register = module.training_step, DistributedDataParallel.register_comm_hook
+        """Record what is trained within. The module must be of this run alone."""
+        user_step = module.training_step
 
-        def register_paused(model: Any, state: object, hook: Callable[..., Any]) -> None:
-            @functools.wraps(hook)
-            def paused(*given: Any) -> Any:
-                with mock.patch.object(self.mode, "paused", new=True):  # it computes in the types that it states
-                    return hook(*given)
+        @functools.wraps(user_step)  # Lightning reads the names of its parameters
+        def training_step(*args: object, **kwargs: object) -> object:
+            return self._training_step(user_step, args, kwargs)
 
-            register(model, state, paused)
-
-        stepped = functools.wraps(step)(lambda *args, **kwargs: self._stepped(step, args, kwargs))
-        vars(module)["training_step"] = stepped
-        in_type = mock.patch.object(DistributedDataParallel, "register_comm_hook", register_paused)
-        # A compiled function draws and rounds where nobody sees it; the stance is there from torch 2.6 on.
-        eager: Any = getattr(torch.compiler, "set_stance", nullcontext)
-        with fetched_here(self.loading.watch), eager("force_eager"), in_type, self._batch:
+        vars(module)["training_step"] = training_step
+        with fetched_here(self.loading.watch), _without_compilation(), _comm_hooks_paused(self.mode), self._batch_scope:
             try:
                 yield
             except Refused as error:
-                self.tape.problem = str(error)
+                self.record.problem = str(error)
             except RuntimeError as error:
-                if not (self.mode.double and _TYPES.search(str(error))):
+                if not self.mode.double or not _ERRORS_OF_TYPES.search(str(error)):
                     raise
-                first = str(error).partition("\n")[0]
-                self.tape.problem = _IN_FLOAT32.format(operator=self.mode.last, error=first)
+                first_line = str(error).partition("\n")[0]
+                self.record.problem = (
+                    f"the run does not compute in float64 (after {self.mode.last_operator}: {first_line}): verify with"
+                    " --single, in float32"
+                )
             self._finish()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note how the run is set up, and what it starts from."""
         self.trainer, self.module = trainer, pl_module
-        self.given = user_loader(trainer.train_dataloader) if self._reads else None
+        if self._reads:
+            self._loader = user_loader(trainer.train_dataloader)
         for config in trainer.lr_scheduler_configs:
-            config.strict = False  # nothing is validated, and a plateau may be watched on that
-        self.tape.rank, self.tape.facts = trainer.global_rank, _facts_of(trainer)
-        self._note("initial weights", pl_module.named_parameters())
-        self.tape.batch_norms = [name for name, part in pl_module.named_modules() if _is_of_one_rank(part)]
+            config.strict = False  # nothing is validated, and ReduceLROnPlateau may monitor a validation metric
+        self.record.rank = trainer.global_rank
+        self.record.facts = _facts_of(trainer)
+        self._take_snapshot("initial weights", pl_module.named_parameters())
+        for name, layer in pl_module.named_modules():
+            if _has_statistics_of_one_rank(layer):
+                self.record.batch_norms.append(name)
+            # Recurrent layers keep time steps along dimension 0, and draw for samples along dimension 1.
+            if isinstance(layer, nn.RNNBase):
+                layer.register_forward_pre_hook(self._begin_recurrent_layer)
+                layer.register_forward_hook(self._end_recurrent_layer)
         for optimizer in trainer.optimizers:
-            optimizer.register_step_post_hook(self._updated)
-        # Recurrent layers keep time steps along dimension 0, and draw for samples along dimension 1.
-        for part in (part for part in pl_module.modules() if isinstance(part, nn.RNNBase)):
-            part.register_forward_pre_hook(lambda *_: setattr(self.mode, "first", 1))
-            part.register_forward_hook(lambda *_: setattr(self.mode, "first", 0))
+            optimizer.register_step_post_hook(self._after_optimizer_step)
 
-    def _note(self, stage: str, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
-        held = {name: sketch(each) for name, each in tensors if each is not None and each.numel()}
-        self.moments.append((stage, held))
+    def _begin_recurrent_layer(self, *_: object) -> None:
+        self.mode.likely_dim = 1
 
-    def _arrived(self, batch: Any) -> Any:
+    def _end_recurrent_layer(self, *_: object) -> None:
+        self.mode.likely_dim = 0
+
+    def _take_snapshot(self, stage: str, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
+        sketches = {}
+        for name, tensor in tensors:
+            if tensor is not None and tensor.numel() > 0:
+                sketches[name] = sketch(tensor)
+        self._snapshots.append(Snapshot(stage, sketches))
+
+    def _begin_batch(self, batch: object) -> object:
         """Begin with a batch, as the loader made it, and return it in the run's type."""
-        converted = self._converts(batch)
-        self._close()
-        if len(self.tape.steps) >= self.most:
+        converted = self._convert_input(batch)
+        self._end_step()
+        if len(self.record.steps) >= self._most_steps:
             raise Refused
-        taken, self._epoch = self.loading.taken(batch), self.trainer.current_epoch
-        self.window.append(taken)
-        self._batch.close()
-        self._batch.callback(restore_random_state, random_state())
-        place = len(self.window) - 1, self.tape.rank
-        self.keys = self.mode.keys = taken.keys or [(*place, index) for index in range(taken.size)]
-        self._counted, self.mode.trace = 0, []
-        _seed(f"step {len(self.tape.steps)}")
-        self._batch.enter_context(self.mode)
+        micro_batch = self.loading.pop(batch)
+        # Of one process's batch, the keys are those that its samples have on the ranks.
+        self.sample_keys = micro_batch.sample_keys
+        if not self.sample_keys:
+            window_index = len(self._window)
+            self.sample_keys = [(window_index, self.record.rank, place) for place in range(micro_batch.size)]
+        self._window.append(micro_batch)
+        self._epoch = self.trainer.current_epoch
+        self._computed_samples = 0
+        self._enter_batch_scope()
         return converted
 
-    def _stepped(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call `training_step`, on a whole batch or on the next piece of it."""
-        taken = self.window[-1]
-        told = getattr(self.trainer.strategy, "facts", None)
-        taken.counts = told is None or told().samples != 0
-        with suppress(ValueError):
-            rows = batch_samples(args[0])
-            if rows < len(self.keys):
-                start = self._counted % len(self.keys)
-                self.mode.keys, self._counted = self.keys[start : start + rows], start + rows
-        _seed(f"step {len(self.tape.steps)}")  # whatever state the strategy has the step begin from
-        before = random_state()[1:]
-        output = step(*args, **kwargs)
-        if before != random_state()[1:]:
+    def _enter_batch_scope(self) -> None:
+        """Compute the batch in `mode`, from a random state that depends on the step alone, until the scope closes."""
+        self._batch_scope.close()
+        self._batch_scope.callback(restore_random_state, random_state())
+        self.mode.sample_keys = self.sample_keys
+        self.mode.trace = []
+        self._seed_step()
+        self._batch_scope.enter_context(self.mode)
+
+    def _seed_step(self) -> None:
+        _seed(f"step {len(self.record.steps)}")
+
+    def _training_step(
+        self, user_step: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> object:
+        """Call the user's `training_step`, on a whole batch or on the next piece of it."""
+        micro_batch = self._window[-1]
+        # A stand-in is known here, and not yet when the batch arrives: strategies hear of it in `on_train_batch_start`.
+        micro_batch.counts = _strategy_facts(self.trainer).samples != 0
+        self._select_keys_of_piece(args[0])
+        self._seed_step()  # whatever state the strategy has the step begin from
+        _, *others_before = random_state()
+        output = user_step(*args, **kwargs)
+        _, *others_after = random_state()
+        if others_before != others_after:
             self.mode.shared["a generator of Python or NumPy"] = None
-        loss, taken.weight = loss_of(output)
-        if isinstance(loss, Tensor) and loss.numel() == 1 and math.isnan(taken.loss):
-            taken.loss = float(loss.detach())  # the first, where an optimizer asks for several
+        loss, micro_batch.weight = loss_and_weight(output)
+        # The first value is kept: L-BFGS asks for several in one step.
+        if isinstance(loss, Tensor) and loss.numel() == 1 and math.isnan(micro_batch.loss):
+            micro_batch.loss = float(loss.detach())
         return output
+
+    def _select_keys_of_piece(self, piece: object) -> None:
+        """Let the samples of a piece draw. A strategy may run a batch in pieces, one call after the other, in order."""
+        with suppress(ValueError):  # a batch without a number of samples, such as a graph, is no piece
+            samples = batch_samples(piece)
+            if samples < len(self.sample_keys):
+                start = self._computed_samples % len(self.sample_keys)  # an optimizer may ask for all pieces again
+                stop = start + samples
+                self.mode.sample_keys = self.sample_keys[start:stop]
+                self._computed_samples = stop
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Note the reduced gradients, every time the optimizer asks for the loss."""
-        self._note("reduced gradient", self._gradients(optimizer))
+        self._take_snapshot("reduced gradient", self._gradients(optimizer))
 
     def _gradients(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor | None]]:
-        mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return ((name, one.grad) for name, one in self.module.named_parameters() if id(one) in mine)
+        """Yield the gradients of an optimizer's parameters by their names in the module."""
+        ids: set[int] = set()
+        for group in optimizer.param_groups:
+            ids.update(id(parameter) for parameter in group["params"])
+        for name, parameter in self.module.named_parameters():
+            if id(parameter) in ids:
+                yield name, parameter.grad
 
-    def _updated(self, optimizer: Optimizer, *_: Any) -> None:
-        self._note("clipped gradient", self._gradients(optimizer))
-        self._note("optimizer options", _options(optimizer))
+    def _after_optimizer_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Note what the optimizer stepped on. PyTorch calls it after each `step`."""
+        self._take_snapshot("clipped gradient", self._gradients(optimizer))
+        self._take_snapshot("optimizer options", _options(optimizer))
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_: object) -> None:
         """End with a batch."""
-        self.window[-1].trace = list(self.mode.trace)
-        self._batch.close()
+        self._window[-1].draws = list(self.mode.trace)
+        self._batch_scope.close()
 
-    def _close(self) -> None:
-        """Note what a step left behind, once all hooks behind it ran."""
-        if not any(stage == "optimizer options" for stage, _ in self.moments):
-            return
-        buffers = ((n, b) for n, b in self.module.named_buffers() if not n.endswith("num_batches_tracked"))
-        self._note("weights", self.module.named_parameters())
-        self._note("buffers", buffers)
-        # In a window a value is that of one batch.
-        metrics = self.trainer.callback_metrics.items() if len(self.window) == 1 else ()
-        logged = {name: float(value) for name, value in metrics if value.numel() == 1}
-        self.tape.steps.append(Step(self._epoch, self.window, self.moments, logged))
-        self.window, self.moments = [], []
+    def _end_step(self) -> None:
+        """Note what a step left behind, if the window is complete.
 
-    def on_train_end(self, *_: Any) -> None:
+        It is called when the next batch arrives, because by then all hooks of the step have run.
+        """
+        if not any(snapshot.stage == "optimizer options" for snapshot in self._snapshots):
+            return  # no optimizer took a step
+        self._take_snapshot("weights", self.module.named_parameters())
+        self._take_snapshot("buffers", self._compared_buffers())
+        self.record.steps.append(Step(self._epoch, self._window, self._snapshots, self._logged_values()))
+        self._window, self._snapshots = [], []
+
+    def _compared_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for name, buffer in self.module.named_buffers():
+            # Batch norm counts its batches. One process has fewer of them than the ranks have in a window.
+            if not name.endswith("num_batches_tracked"):
+                yield name, buffer
+
+    def _logged_values(self) -> dict[str, float]:
+        if len(self._window) > 1:
+            return {}  # a value is that of one micro-batch, which one process does not have
+        values = {}
+        for name, value in self.trainer.callback_metrics.items():
+            if value.numel() == 1:
+                values[name] = float(value)
+        return values
+
+    def on_train_end(self, *_: object) -> None:
         """End with the last step."""
-        self._close()
+        self._end_step()
 
     def _finish(self) -> None:
-        """Note what there is to say of the whole."""
-        self._batch.close()
-        tape, steps = self.tape, [step.taken for step in self.tape.steps]
-        unknown = [one.why for taken in [*steps, self.window] for one in taken if one.counts and one.why]
-        summed = not tape.facts.automatic and any(len(taken) > 1 for taken in steps)
-        wrapped = not isinstance(self.given, (DataLoader, type(None)))
-        tape.problem = next(filter(None, [tape.problem, *unknown, _UNMADE * wrapped, _MANUAL * summed]), "")
-        if self.given is not None and not tape.problem:
-            tape.read = self.loading.read(self.given)
+        """Note what there is to say of the whole run."""
+        self._batch_scope.close()
+        self.record.problem = self._first_problem()
+        if self._loader is not None and not self.record.problem:
+            self.record.reading = self.loading.read(self._loader)
+
+    def _first_problem(self) -> str:
+        """Return why the run cannot be compared; "" if it can."""
+        if self.record.problem:
+            return self.record.problem
+        windows = [step.micro_batches for step in self.record.steps]
+        for window in [*windows, self._window]:
+            for micro_batch in window:
+                if micro_batch.counts and micro_batch.unknown_because:
+                    return micro_batch.unknown_because
+        if self._loader is not None and not isinstance(self._loader, DataLoader):
+            return _NO_COLLATE_FN
+        if not self.record.facts.automatic and any(len(window) > 1 for window in windows):
+            return "in manual optimization a window of several batches is the user's own sum of them"
+        return ""
 
 
-def _is_of_one_rank(part: nn.Module) -> bool:
-    normalizes = isinstance(part, BatchNorm) and (part.training or not part.track_running_stats)
-    return normalizes and not isinstance(part, nn.SyncBatchNorm)
+@contextmanager
+def _without_compilation() -> Iterator[None]:
+    """Run compiled functions eagerly: they draw and round where no dispatch mode sees it."""
+    if hasattr(torch.compiler, "set_stance"):  # from torch 2.6 on
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def _comm_hooks_paused(mode: Draws) -> Iterator[None]:
+    """Have DDP's communication hooks that are registered within run outside of a mode.
+
+    They compute in the types that they state, such as `fp16_compress_hook`, and not in float64.
+    """
+    register = DistributedDataParallel.register_comm_hook
+
+    def register_paused(model: DistributedDataParallel, state: object, hook: Callable[..., object]) -> None:
+        register(model, state, _paused(hook, mode))
+
+    with mock.patch.object(DistributedDataParallel, "register_comm_hook", register_paused):
+        yield
+
+
+def _paused(hook: Callable[..., object], mode: Draws) -> Callable[..., object]:
+    """Return a function that runs while a mode is paused."""
+
+    @functools.wraps(hook)  # DDP checks the annotations, and logs the name
+    def paused(*args: object) -> object:
+        with mock.patch.object(mode, "paused", new=True):
+            return hook(*args)
+
+    return paused
+
+
+def _has_statistics_of_one_rank(layer: nn.Module) -> bool:
+    """Return whether a layer normalizes by the batch that its rank has."""
+    if not isinstance(layer, BatchNorm) or isinstance(layer, nn.SyncBatchNorm):
+        return False
+    return layer.training or not layer.track_running_stats
 
 
 def _options(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     """Yield the options of an optimizer's groups: numbers as such, and words, which are in the name, as 1."""
     yield f"type={type(optimizer).__name__}", torch.ones(1)
     for index, group in enumerate(optimizer.param_groups):
-        end = f" of group {index}" * bool(index)
-        for name, value in ((name, value) for name, value in group.items() if name not in _NO_OPTIONS):
-            if isinstance(value, (str, type(None))):
-                yield f"{name}={value}{end}", torch.ones(1)
+        of_group = "" if index == 0 else f" of group {index}"
+        for name, value in group.items():
+            if name in _UNCOMPARED_OPTIONS:
                 continue
-            with suppress(TypeError, ValueError, RuntimeError):  # what is no number
-                yield f"{name}{end}", torch.as_tensor(value, dtype=torch.float64)
+            if value is None or isinstance(value, str):
+                yield f"{name}={value}{of_group}", torch.ones(1)
+                continue
+            try:
+                number = torch.as_tensor(value, dtype=torch.float64)
+            except (TypeError, ValueError, RuntimeError):
+                continue  # what is no number
+            yield f"{name}{of_group}", number
+
+
+def _strategy_facts(trainer: Trainer) -> StrategyFacts:
+    """Return what a strategy of this package says of the run; of any other what holds of stock DDP."""
+    strategy: Any = trainer.strategy
+    if not hasattr(strategy, "facts"):
+        return StrategyFacts(RULES["mean"])
+    facts: StrategyFacts = strategy.facts()
+    return facts
 
 
 def _facts_of(trainer: Trainer) -> Facts:
-    strategy: Any = trainer.strategy
-    ours, name = hasattr(strategy, "facts"), type(strategy).__name__
-    told = strategy.facts() if ours else Facts()
-    refused = {
-        f"{name} trains replicas with batch statistics of their own, which one process does not have: verify the run"
-        " without num_replicas= and equivalent_to='data_parallel'": told.replicas is not None,
-        "lr_scaling= changes the learning rate with the number of ranks: verify the run without": told.scales_rates,
-    }
-    raise_first(Refused, refused)
-    rule = replace(told.rule, share=RULES["mean"].share)  # a function may have no pickle
-    window, batches = trainer.accumulate_grad_batches, float(trainer.num_training_batches)
-    own = {"strategy": name, "ours": ours, "automatic": trainer.lightning_module.automatic_optimization}
-    return Facts(**{**vars(told), **own, "rule": rule, "accumulation": window, "epoch_batches": batches})
+    """Return how a run is set up, or raise `Refused` if one process cannot be set up so."""
+    name = type(trainer.strategy).__name__
+    facts = _strategy_facts(trainer)
+    if facts.replicas is not None:
+        raise Refused(
+            f"{name} trains replicas with batch statistics of their own, which one process does not have: verify the"
+            " run without num_replicas= and equivalent_to='data_parallel'"
+        )
+    if facts.scales_rates:
+        raise Refused("lr_scaling= changes the learning rate with the number of ranks: verify the run without")
+    return Facts(
+        strategy=name,
+        is_gradavg=hasattr(trainer.strategy, "facts"),
+        rule=replace(facts.rule, share=RULES["mean"].share),  # a user's function may have no pickle
+        splits_batches=facts.splits_batches,
+        replicated=facts.replicated,
+        accumulation=trainer.accumulate_grad_batches,
+        automatic=trainer.lightning_module.automatic_optimization,
+        epoch_batches=float(trainer.num_training_batches),
+    )

@@ -1,7 +1,12 @@
-"""What a comparison found: the verdict, why, and what to do; as text and as JSON.
+"""What a comparison found: the verdict, the causes, and what to do about them, as text and as JSON.
 
-A run is *equal* if everything was compared and nothing differs. It is *different* if something does. Where something
-could not be compared it is *not shown*, and the report says what. `causes.yaml` holds the text of the causes.
+| verdict | when |
+|---|---|
+| "equal" | everything was compared, and nothing differs |
+| "different" | something differs; what could not be compared does not matter then |
+| "not shown" | nothing differs, but something could not be compared; the remarks say what |
+
+`causes.yaml` has the texts of the causes.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import yaml
 
 from lightning_gradavg._support.tree import mapped
 
-__all__ = ["CAUSES", "EXIT_CODES", "STAGES", "Cause", "Difference", "Finding", "Report", "explanation"]
+__all__ = ["CAUSES", "EXIT_CODES", "STAGES", "Cause", "Difference", "Finding", "Remedy", "Report", "explanation"]
 
 SCHEMA = 3
 """Version of the JSON output; raised when a field changes its name or its meaning, not when one is added."""
@@ -26,12 +31,26 @@ EXIT_CODES: Mapping[str, int] = {"equal": 0, "different": 1, "not shown": 3}
 """Of the console command, by verdict; 2 is wrong usage or a run that failed."""
 
 STAGES = (
-    *("initial weights", "samples", "reduced gradient", "clipped gradient"),
-    *("optimizer options", "weights", "buffers", "logged values"),
+    "initial weights",
+    "samples",
+    "reduced gradient",
+    "clipped gradient",
+    "optimizer options",
+    "weights",
+    "buffers",
+    "logged values",
 )
 """In the order in which a step goes through them."""
 
-_BESIDE_TRAINING = ("samples", "logged values")  # a difference there does not end the comparison
+_BESIDE_TRAINING = ("samples", "logged values")
+"""Stages of which all steps are compared. A difference in any other ends the comparison of training."""
+
+
+class Remedy(NamedTuple):
+    """What to do about a cause, as a sentence and as a change to the script."""
+
+    advice: str
+    diff: str  # "" if the advice is no change of code
 
 
 class Cause(NamedTuple):
@@ -44,25 +63,45 @@ class Cause(NamedTuple):
     otherwise: str = ""
     code: str = ""
 
-    def remedy(self, strategy: str, rule: str, used: Collection[str]) -> dict[str, Any]:
-        """Return advice and a diff for a run that uses some options already; `...` stands for those that it keeps."""
-        name, _, value = self.option.partition("=")
-        if name in used or value == f'"{rule}"':
-            return {"advice": self.otherwise or self.advice, "diff": self.code}
-        ours = "GradAvgStrategy" in used
-        old = f'..., reduction="{rule}"' if ours and name == "reduction" and rule != "mean" else "..."
-        switch = [
-            *["+from lightning_gradavg import GradAvgStrategy"] * (not ours),
-            f"-trainer = Trainer(strategy={strategy}({old}), ...)",
-            f"+trainer = Trainer(strategy=GradAvgStrategy(..., {self.option}), ...)",
-        ]
-        return {"advice": self.advice, "diff": "\n".join(filter(None, [self.code, *switch * bool(self.option)]))}
+    def remedy(self, strategy: str, rule: str, used_options: Collection[str]) -> Remedy:
+        """Return advice and a diff for a run with this strategy and rule.
+
+        | the option that fixes the cause | advice | diff |
+        |---|---|---|
+        | the run has it already | `otherwise`, if there is one | `code` |
+        | there is none | `advice` | `code` |
+        | the run does not have it | `advice` | `code`, then the strategy with the option |
+
+        Args:
+            strategy: The name of the run's strategy.
+            rule: The name of its reduction rule.
+            used_options: Names of options that the run uses, and "GradAvgStrategy" if its strategy is one.
+        """
+        option_name, _, option_value = self.option.partition("=")
+        if option_name in used_options or option_value == f'"{rule}"':
+            return Remedy(self.otherwise or self.advice, self.code)
+        if not self.option:
+            return Remedy(self.advice, self.code)
+        lines = []
+        if self.code:
+            lines.append(self.code)
+        if "GradAvgStrategy" not in used_options:
+            lines.append("+from lightning_gradavg import GradAvgStrategy")
+        # `...` stands for the options that the user keeps. Here the old rule is replaced, so the diff shows it.
+        old_options = "..."
+        if "GradAvgStrategy" in used_options and option_name == "reduction" and rule != "mean":
+            old_options = f'..., reduction="{rule}"'
+        lines.append(f"-trainer = Trainer(strategy={strategy}({old_options}), ...)")
+        lines.append(f"+trainer = Trainer(strategy=GradAvgStrategy(..., {self.option}), ...)")
+        return Remedy(self.advice, "\n".join(lines))
 
 
-CAUSES: Mapping[str, Cause] = {
-    name: Cause(**texts)
-    for name, texts in yaml.safe_load(Path(__file__).with_name("causes.yaml").read_text("utf-8")).items()
-}
+def _read_causes() -> dict[str, Cause]:
+    content = yaml.safe_load(Path(__file__).with_name("causes.yaml").read_text("utf-8"))
+    return {name: Cause(**fields) for name, fields in content.items()}
+
+
+CAUSES: Mapping[str, Cause] = _read_causes()
 
 
 @dataclass(frozen=True)
@@ -111,15 +150,22 @@ class Finding:
     @property
     def factor(self) -> float | None:
         """Run / one process where that is one number."""
-        return None if self.difference is None else self.difference.factor
+        if self.difference is None:
+            return None
+        return self.difference.factor
 
     def __str__(self) -> str:
-        each, lines = self.difference, [self.detail]
-        if each is not None and math.isfinite(each.found) and math.isfinite(each.expected):
-            lines.append(f"{each.name} is {each.found:.6g}, but {each.expected:.6g} on one process")
+        lines = []
         if self.note:
-            return "\n".join([f"note: {CAUSES[self.cause].plain} ({self.cause})", *lines])
-        return "\n".join([*lines, f"Do: {self.advice}.", textwrap.indent(self.diff, "  ")])
+            lines.append(f"note: {CAUSES[self.cause].plain} ({self.cause})")
+        lines.append(self.detail)
+        difference = self.difference
+        if difference is not None and math.isfinite(difference.found) and math.isfinite(difference.expected):
+            lines.append(f"{difference.name} is {difference.found:.6g}, but {difference.expected:.6g} on one process")
+        if not self.note:
+            lines.append(f"Do: {self.advice}.")
+            lines.append(textwrap.indent(self.diff, "  "))
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -151,7 +197,9 @@ class Report:
         """One of "equal", "different" and "not shown"."""
         if self.first is not None:
             return "different"
-        return "not shown" if self.remarks or self.steps == 0 else "equal"
+        if self.remarks or self.steps == 0:
+            return "not shown"
+        return "equal"
 
     @property
     def equal(self) -> bool:
@@ -161,50 +209,114 @@ class Report:
     @property
     def first(self) -> Finding | None:
         """The leading finding, of the first step and stage in which the run differs from one process."""
-        return next((finding for finding in self.findings if not finding.note), None)
+        for finding in self.findings:
+            if not finding.note:
+                return finding
+        return None
 
     @property
     def stages(self) -> Mapping[str, str]:
         """All stages, in order: "equal", "differs", "note" where a difference does not count, or "not compared"."""
-        of_training = (each for each in self.findings if each.stage not in _BESIDE_TRAINING)
-        ended = next((STAGES.index(each.stage) for each in of_training if each.step == 0), len(STAGES))
-        compared = {*_BESIDE_TRAINING, *STAGES[:ended]} if self.steps else {}
-        found = {each.stage: "note" if each.note else "differs" for each in reversed(self.findings)}
-        return {name: found.get(name, "equal" if name in compared else "not compared") for name in STAGES}
+        compared = self._compared_stages()
+        statuses = {}
+        for stage in STAGES:
+            finding = self._first_finding_of(stage)
+            if finding is not None and finding.note:
+                statuses[stage] = "note"
+            elif finding is not None:
+                statuses[stage] = "differs"
+            elif stage in compared:
+                statuses[stage] = "equal"
+            else:
+                statuses[stage] = "not compared"
+        return statuses
+
+    def _first_finding_of(self, stage: str) -> Finding | None:
+        for finding in self.findings:
+            if finding.stage == stage:
+                return finding
+        return None
+
+    def _compared_stages(self) -> Collection[str]:
+        """Return the stages of which at least step 0 was compared."""
+        if self.steps == 0:
+            return ()
+        for finding in self.findings:
+            if finding.step == 0 and finding.stage not in _BESIDE_TRAINING:
+                before = STAGES[: STAGES.index(finding.stage)]
+                return (*before, *_BESIDE_TRAINING)
+        return STAGES
 
     def without(self, causes: Collection[str]) -> Report:
         """Return the report in which some causes are notes, which make no difference."""
-        findings = [replace(one, note=one.note or one.cause in causes) for one in self.findings]
-        return replace(self, findings=sorted(findings, key=lambda each: each.note))
+        findings, notes = [], []
+        for finding in self.findings:
+            if finding.note or finding.cause in causes:
+                notes.append(replace(finding, note=True))
+            else:
+                findings.append(finding)
+        return replace(self, findings=[*findings, *notes])
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `--json` prints: `schema` (3), `equal`, `verdict`, `stages` and the fields above.
 
         Infinity and NaN are None.
         """
-        own = {name: getattr(self, name) for name in ("equal", "verdict", "stages")}
-        given = {"schema": SCHEMA, **own, **asdict(self)}
-        return dict(mapped(given, lambda one: None if isinstance(one, float) and not math.isfinite(one) else one))
+        content = {
+            "schema": SCHEMA,
+            "equal": self.equal,
+            "verdict": self.verdict,
+            "stages": self.stages,
+            **asdict(self),
+        }
+        return dict(mapped(content, _none_if_not_finite))
 
     def __str__(self) -> str:
-        head = "NOT SHOWN: no step differs from one process, but not everything could be compared."
-        if self.equal:
-            accepted = "not compared" in self.stages.values()
-            head = f"EQUAL{', but for what you accept, and as far as that' * accepted}: every step matches one process."
-        if (one := self.first) is not None:
-            head = f"DIFFERENT, from step {one.step} on, in the {one.stage}: {CAUSES[one.cause].plain} ({one.cause})."
-        told = [*map(str, self.findings), *(f"not shown: {remark}" for remark in self.remarks)]
-        where = {each.stage: f"from step {each.step} on: {each.cause}" for each in reversed(self.findings)}
-        table = [f"{name:18} {status:13} {where.get(name, '')}".rstrip() for name, status in self.stages.items()]
-        how = (
+        body = [str(finding).rstrip() for finding in self.findings]
+        for remark in self.remarks:
+            body.append(f"not shown: {remark}")
+        body.append("")
+        for stage, status in self.stages.items():
+            finding = self._first_finding_of(stage)
+            where = ""
+            if finding is not None:
+                where = f"from step {finding.step} on: {finding.cause}"
+            body.append(f"{stage:18} {status:13} {where}".rstrip())
+        footer = (
             f"{self.strategy}, reduction {self.reduction!r}, ranks: {self.world_size}, optimizer steps: {self.steps},"
             f" both runs in {self.precision}. Equal: a relative difference of up to {self.tolerance:g}."
         )
-        return "\n".join([head, *(textwrap.indent(text.rstrip(), "  ") for text in [*told, "", *table]), "", how])
+        indented = [textwrap.indent(text, "  ") for text in body]
+        return "\n".join([self._headline(), *indented, "", footer])
+
+    def _headline(self) -> str:
+        first = self.first
+        if first is not None:
+            plain = CAUSES[first.cause].plain
+            return f"DIFFERENT, from step {first.step} on, in the {first.stage}: {plain} ({first.cause})."
+        if not self.equal:
+            return "NOT SHOWN: no step differs from one process, but not everything could be compared."
+        # Only a cause that the user accepts ends the comparison without making the run different.
+        if "not compared" in self.stages.values():
+            return "EQUAL, but for what you accept, and as far as that: every step matches one process."
+        return "EQUAL: every step matches one process."
+
+
+def _none_if_not_finite(value: Any) -> Any:
+    """Return a leaf of the report as JSON has it, which knows no infinity and no NaN."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def explanation(name: str) -> str:
-    """Return what there is to say about a cause."""
+    """Return what `--explain` prints about a cause."""
     cause = CAUSES[name]
-    diff = textwrap.indent(cause.remedy("DDPStrategy", "mean", ())["diff"], "    ")
-    return "\n\n".join(filter(None, [f"{name}: {cause.plain}.", cause.text.strip(), f"Do: {cause.advice}.", diff]))
+    parts = [f"{name}: {cause.plain}."]
+    if cause.text.strip():
+        parts.append(cause.text.strip())
+    parts.append(f"Do: {cause.advice}.")
+    diff = cause.remedy("DDPStrategy", "mean", ()).diff
+    if diff:
+        parts.append(textwrap.indent(diff, "    "))
+    return "\n\n".join(parts)

@@ -13,8 +13,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain, groupby, repeat, zip_longest
+from itertools import groupby, zip_longest
 from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
@@ -25,70 +24,127 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_gradavg._lightning.loaders import LoaderWrapper
-from lightning_gradavg.verify.record import Recorder, Refused, Taken, Tape, Tensors, loss_of
+from lightning_gradavg.verify.record import MicroBatch, Record, Recorder, Refused, Tensors, loss_and_weight
 from lightning_gradavg.verify.report import Difference
 
-__all__ = ["Build", "Group", "Seen", "Twin", "difference", "differences", "flat", "gap_between", "multiple_of"]
+__all__ = [
+    "Build",
+    "Built",
+    "Group",
+    "RankBatch",
+    "Seen",
+    "StepResult",
+    "Twin",
+    "compare_records",
+    "compare_tensors",
+    "flat",
+    "gap_between",
+    "multiple_of",
+]
 
-Build: TypeAlias = Callable[[], tuple[LightningModule, dict[str, Any], dict[str, Any]]]
-"""Returns module, data and options of the Trainer, as of a new run."""
 
-Group: TypeAlias = Sequence[tuple[int, int, Taken]]
-"""Micro-batches that one process takes as one batch: the position in the window, the rank, and what it took."""
+class Built(NamedTuple):
+    """What a run of the Trainer is made of, new for each run."""
 
-_ALONE = {"devices": 1, "sync_batchnorm": False, "limit_train_batches": None, "overfit_batches": 0.0}
-"""Options of devices and lengths, which one process sets differently."""
+    module: LightningModule
+    data: Mapping[str, Any]  # the argument of `Trainer.fit` that has the data; empty if the module has them
+    options: Mapping[str, Any]  # of the Trainer
+
+
+Build: TypeAlias = Callable[[], Built]
+
+
+class RankBatch(NamedTuple):
+    """A micro-batch that a rank took."""
+
+    window_index: int  # its position in the window of its rank
+    rank: int
+    micro_batch: MicroBatch
+
+
+Group: TypeAlias = Sequence[RankBatch]
+"""Micro-batches that one process takes as one batch."""
+
+
+class StepResult(NamedTuple):
+    """What one process computes of a group."""
+
+    gradient: Tensors
+    loss: float
+
+
+_OPTIONS_OF_ONE_DEVICE: Mapping[str, Any] = {
+    "devices": 1,
+    "sync_batchnorm": False,
+    # These count batches of one rank, while the batches of one process come from a record.
+    "limit_train_batches": None,
+    "overfit_batches": 0.0,
+}
 
 
 class _OneProcess(SingleDeviceStrategy):
     """One device, with what a module may ask of a strategy of several."""
 
-    recorder: Recorder
-    rule: str  # of the run
     lr_scale = 1.0
+
+    def __init__(self, device: torch.device, recorder: Recorder, rule: str) -> None:
+        super().__init__(device)
+        self._recorder = recorder
+        self._rule = rule  # the name of the run's rule
 
     @property
     def global_batch_size(self) -> int:
-        return len(self.recorder.keys)
+        return len(self._recorder.sample_keys)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Return one loss, as Lightning takes it, normalized as the run's rule does."""
-        output, end = super().training_step(*args, **kwargs), getattr(self.recorder.module, "training_step_end", None)
-        output = output if end is None else end(output)
-        loss, weight = loss_of(output)
+        output = super().training_step(*args, **kwargs)
+        training_step_end = getattr(self._recorder.module, "training_step_end", None)
+        if training_step_end is not None:
+            output = training_step_end(output)
+        loss, weight = loss_and_weight(output)
         if loss is None:
             return output
-        if self.rule == "normalized_sum":
-            loss = loss / (weight if weight is not None else len(self.recorder.mode.keys))
-        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+        if self._rule == "normalized_sum":
+            if weight is None:
+                weight = len(self._recorder.mode.sample_keys)
+            loss = loss / weight
+        if isinstance(output, Mapping):
+            return {**output, "loss": loss}
+        return loss
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        kwargs.pop("weight", None)
+        kwargs.pop("weight", None)  # `manual_backward(loss, weight=n)` is for strategies of this package
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+    def all_gather(self, tensor: Tensor, group: object = None, sync_grads: bool = False) -> Tensor:
         return tensor.unsqueeze(0)  # with its gradient, as one device has it
+
+
+def _all_gather(tensor_list: list[Tensor], tensor: Tensor, *_: object, **__: object) -> None:
+    """Gather in a world of one, with the gradient, so that what a detached gather lacks on several ranks is seen."""
+    tensor_list[0].copy_(tensor)
+
+
+def _all_gather_into_tensor(output_tensor: Tensor, input_tensor: Tensor, *_: object, **__: object) -> None:
+    output_tensor.copy_(input_tensor.reshape(output_tensor.shape))
 
 
 @contextmanager
 def _world_of_one() -> Iterator[None]:
-    """Give the user's code a process group to ask."""
+    """Give the user's code a process group of one rank to ask."""
+    replaced: dict[str, Any] = {"all_gather": _all_gather}
+    for name in ("all_gather_into_tensor", "all_gather_single"):  # the second is the name from torch 2.13 on
+        if hasattr(dist, name):
+            replaced[name] = _all_gather_into_tensor
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-    def all_gather(tensor_list: list[Tensor], tensor: Tensor, *_: Any, **__: Any) -> None:
-        tensor_list[0].copy_(tensor)  # with its gradient: what other ranks' rows lack is then seen
-
-    def all_gather_into_tensor(output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> None:
-        output_tensor.copy_(input_tensor.reshape(output_tensor.shape))
-
-    into_tensor = {"all_gather_into_tensor", "all_gather_single"} & vars(dist).keys()  # the name from torch 2.13 on
-    replaced: Any = {"all_gather": all_gather, **dict.fromkeys(into_tensor, all_gather_into_tensor)}
     try:
         with mock.patch.multiple(dist, **replaced):
             yield
@@ -96,88 +152,174 @@ def _world_of_one() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class _TakenAgain(LoaderWrapper):
+class _Replay:
+    """Makes the batches of one process, in place of those of the user's loader.
+
+    Args:
+        steps: The groups that one process takes in each step, one after the other.
+        epochs: The epoch of each step of the run, which may have more steps than `steps`.
+        recorder: What records the run of one process.
+        epoch_length: The number of batches in an epoch; infinity if the run's loader has no length.
+
+    Attributes:
+        trainer: The Trainer of one process. It is set before training, because it needs the loaders first.
+    """
+
+    trainer: Trainer
+
+    def __init__(
+        self, steps: Sequence[Sequence[Group]], epochs: Sequence[int], recorder: Recorder, epoch_length: float
+    ) -> None:
+        self._steps, self._epochs, self._recorder = steps, epochs, recorder
+        self.epoch_length = epoch_length
+
+    def batches(self, loader: DataLoader[Any]) -> Iterator[object]:
+        """Yield the batches of the Trainer's epoch, which `loader` collates."""
+        epoch = self.trainer.current_epoch
+        for groups, epoch_of_step in zip(self._steps, self._epochs, strict=False):
+            if epoch_of_step != epoch:
+                continue
+            for group in groups:
+                yield self._batch(loader, group)
+        # The recorder ended the run within an epoch, when a further batch arrived. It ends this run in the same way.
+        last_step = len(self._steps) - 1
+        if epoch >= self._epochs[last_step]:
+            while True:
+                yield self._batch(loader, self._steps[last_step][-1])
+
+    def _batch(self, loader: DataLoader[Any], group: Group) -> object:
+        samples, sample_keys = [], []
+        for window_index, rank, micro_batch in group:
+            samples += [pickle.loads(packed) for packed in micro_batch.packed_samples]
+            sample_keys += [(window_index, rank, place) for place in range(micro_batch.size)]
+        batch = loader.collate_fn(samples)
+        micro_batch = MicroBatch(size=len(sample_keys), unknown_because="", sample_keys=sample_keys)
+        self._recorder.loading.note(batch, micro_batch)
+        return batch
+
+    def replace_train_dataloader(self, owner: LightningModule | LightningDataModule) -> None:
+        """Have a module or data module return a stand-in for its own loader."""
+        own_method = owner.train_dataloader
+
+        def train_dataloader() -> _ReplayLoader:
+            return _ReplayLoader(own_method(), self)
+
+        vars(owner)["train_dataloader"] = train_dataloader
+
+
+class _ReplayLoader(LoaderWrapper):
     """Stands for the user's loader, whose attributes it has, and reads what the ranks took."""
 
-    def __init__(self, loader: Any, batches: Callable[[Any], Iterator[Any]], length: float) -> None:
+    def __init__(self, loader: DataLoader[Any], replay: _Replay) -> None:
         super().__init__(loader, read=loader, shown=loader, shared=False)
-        self._batches, self._length = batches, length
+        self._replay = replay
 
-    def __iter__(self) -> Iterator[Any]:
-        return self._batches(self.loader)
+    def __iter__(self) -> Iterator[object]:
+        return self._replay.batches(self.loader)
 
     def __len__(self) -> int:
-        if not math.isfinite(self._length):
+        if not math.isfinite(self._replay.epoch_length):
             raise TypeError("the loader has no length")
-        return math.ceil(self._length)
+        return math.ceil(self._replay.epoch_length)
 
 
 @dataclass
 class Twin:
-    """Trains on one process on what the ranks took."""
+    """Trains on one process on what the ranks took.
 
-    tapes: Sequence[Tape]
+    Every method but `group_of_step` builds the module and the data anew, and trains from the first step on.
+
+    Attributes:
+        records: What the ranks recorded, in their order.
+        build: Builds what is trained.
+        double: Whether to compute in float64.
+        device: The type of the device.
+    """
+
+    records: Sequence[Record]
     build: Build
     double: bool
     device: str = "cpu"
 
-    def taken(self, position: int) -> Group:
-        """Return what all ranks took in a step."""
-        of_ranks = [(rank, tape.steps[position].taken) for rank, tape in enumerate(self.tapes)]
-        every = [(index, rank, one) for rank, taken in of_ranks for index, one in enumerate(taken) if one.counts]
-        return sorted(every, key=lambda one: one[:2])
+    def group_of_step(self, step: int) -> Group:
+        """Return what all ranks took in a step, in the order of the window, and there of the ranks."""
+        group = []
+        for rank, record in enumerate(self.records):
+            for window_index, micro_batch in enumerate(record.steps[step].micro_batches):
+                if micro_batch.counts:
+                    group.append(RankBatch(window_index, rank, micro_batch))
+        return sorted(group, key=_place_in_step)
 
-    def step_with(self, group: Group, position: int) -> tuple[Tensors, float]:
-        """Return gradient and loss of a step of these micro-batches alone, after the steps before it."""
-        steps = [*([self.taken(index)] for index in range(position)), [group]]
-        gc.collect()  # the module of the run before, which its Trainer and it hold in a circle
-        tape = self.run(steps)
-        if tape.problem:
-            raise Refused(tape.problem)
-        step = tape.steps[position]
-        gradient = next(tensors for stage, tensors in step.moments if stage == "reduced gradient")
-        return gradient, step.taken[-1].loss
+    def train(self) -> Record:
+        """Train on one batch in each step, which holds the micro-batches of all ranks, and read an epoch."""
+        number = len(self.records[0].steps)
+        return self._train([[self.group_of_step(step)] for step in range(number)], reads=True)
 
-    def windowed(self) -> Tape:
+    def train_in_windows(self) -> Record:
         """Train on windows, as the ranks do, of which each micro-batch holds those of all ranks."""
-        of_steps = [self.taken(position) for position in range(len(self.tapes[0].steps))]
-        return self.run([[list(each) for _, each in groupby(taken, lambda one: one[0])] for taken in of_steps])
+        steps = []
+        for step in range(len(self.records[0].steps)):
+            by_window_index = groupby(self.group_of_step(step), key=_window_index)
+            steps.append([list(group) for _, group in by_window_index])
+        return self._train(steps, reads=False)
 
-    def run(self, steps: Sequence[Sequence[Group]] = ()) -> Tape:
-        """Train on groups, which are the micro-batches of each step; without any on all, and read an epoch, too."""
-        of_run, facts = self.tapes[0].steps, self.tapes[0].facts
-        recorder = Recorder(len(steps or of_run), double=self.double, reads=not steps)
-        steps = steps or [[self.taken(position)] for position in range(len(of_run))]
+    def train_step(self, group: Group, step: int) -> StepResult:
+        """Return what a step on these micro-batches alone computes, after the steps before it."""
+        steps: list[list[Group]] = [[self.group_of_step(earlier)] for earlier in range(step)]
+        steps.append([group])
+        gc.collect()  # the module of the run before, which its Trainer and it hold in a circle
+        record = self._train(steps, reads=False)
+        if record.problem:
+            raise Refused(record.problem)
+        for snapshot in record.steps[step].snapshots:
+            if snapshot.stage == "reduced gradient":
+                return StepResult(snapshot.tensors, record.steps[step].micro_batches[-1].loss)
+        raise AssertionError("a step that was recorded has a reduced gradient")
+
+    def _train(self, steps: Sequence[Sequence[Group]], *, reads: bool) -> Record:
+        """Train on groups, which are the micro-batches of each step."""
+        facts = self.records[0].facts
+        epochs = [step.epoch for step in self.records[0].steps]
+        window = max(len(groups) for groups in steps)
+        recorder = Recorder(len(steps), double=self.double, reads=reads)
+        replay = _Replay(steps, epochs, recorder, facts.epoch_batches / facts.accumulation * window)
         module, data, options = self.build()
-        window = max(map(len, steps))
-
-        def epoch(loader: Any) -> Iterator[Any]:
-            """Yield the batches of an epoch, and the last again for a run that ended within it."""
-            now = trainer.current_epoch
-            found = [one for step, groups in zip(of_run, steps, strict=False) if step.epoch == now for one in groups]
-            more = repeat(steps[-1][-1]) if now >= of_run[len(steps) - 1].epoch else ()
-            for group in chain(found, more):
-                keys = [(index, rank, place) for index, rank, one in group for place in range(one.size)]
-                batch = loader.collate_fn([pickle.loads(packed) for *_, one in group for packed in one.samples])
-                yield recorder.loading.note(batch, Taken(size=len(keys), why="", keys=keys))
-
-        length = facts.epoch_batches / facts.accumulation * window
-        stand_in: Callable[[Any], Any] = partial(_TakenAgain, batches=epoch, length=length)
-        strategy = _OneProcess(torch.device(self.device))
-        strategy.recorder, strategy.rule = recorder, facts.rule.name
-        callbacks = [one for one in options["callbacks"] if not isinstance(one, GradientAccumulationScheduler)]
-        ours = {"strategy": strategy, "callbacks": [*callbacks, recorder], "plugins": [recorder.plugin]}
-        trainer = Trainer(**{**options, **_ALONE, **ours, "accumulate_grad_batches": window})
-        given = {name: stand_in(each) if name == "train_dataloaders" else each for name, each in data.items()}
-        for owner in (module, given.get("datamodule")):
+        if "train_dataloaders" in data:
+            data = {**data, "train_dataloaders": _ReplayLoader(data["train_dataloaders"], replay)}
+        for owner in (module, data.get("datamodule")):
             if isinstance(owner, (LightningModule, LightningDataModule)) and is_overridden("train_dataloader", owner):
-                own = owner.train_dataloader
-                vars(owner)["train_dataloader"] = lambda own=own: stand_in(own())
+                replay.replace_train_dataloader(owner)
+        trainer = self._trainer(options, recorder, window)
+        replay.trainer = trainer
         with _world_of_one(), recorder.watching(module):
-            trainer.fit(module, **given)
-        short = len(recorder.tape.steps) < len(steps)
-        recorder.tape.problem = recorder.tape.problem or "one process takes fewer steps than the run" * short
-        return recorder.tape
+            trainer.fit(module, **data)
+        record = recorder.record
+        if not record.problem and len(record.steps) < len(steps):
+            record.problem = "one process takes fewer steps than the run"
+        return record
+
+    def _trainer(self, options: Mapping[str, Any], recorder: Recorder, window: int) -> Trainer:
+        """Return a Trainer as the run has, but for one device, with windows of `window` batches."""
+        callbacks = []
+        for callback in options["callbacks"]:
+            if not isinstance(callback, GradientAccumulationScheduler):  # `window` is the length that counts
+                callbacks.append(callback)
+        changed = {
+            **_OPTIONS_OF_ONE_DEVICE,
+            "strategy": _OneProcess(torch.device(self.device), recorder, self.records[0].facts.rule.name),
+            "callbacks": [*callbacks, recorder],
+            "plugins": [recorder.plugin],
+            "accumulate_grad_batches": window,
+        }
+        return Trainer(**{**options, **changed})
+
+
+def _place_in_step(rank_batch: RankBatch) -> tuple[int, int]:
+    return rank_batch.window_index, rank_batch.rank
+
+
+def _window_index(rank_batch: RankBatch) -> int:
+    return rank_batch.window_index
 
 
 class Seen(NamedTuple):
@@ -185,13 +327,13 @@ class Seen(NamedTuple):
 
     stage: str
     step: int
-    difference: Difference
+    difference: Difference  # the largest
     found: Tensors
     expected: Tensors
     names: set[str]  # of all that differ
 
 
-def difference(
+def compare_tensors(
     found: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
     tolerance: float,
@@ -199,85 +341,151 @@ def difference(
     *,
     together: bool = True,
 ) -> list[Difference]:
-    """Return the differences beyond the tolerance, the largest first. A missing tensor is zero.
+    """Return the differences of sketches beyond the tolerance, the largest first. A missing tensor is zero.
 
-    The factor of the first is that of all tensors `together`, or its own.
+    Args:
+        found: The sketches of the run.
+        expected: The sketches of one process.
+        tolerance: The largest difference that counts as equal, relative to the largest element of the same tensor.
+        noise: What some tensors were computed from, whose rounding they carry; by default the largest of `expected`.
+        together: Whether the factor of the first difference must be that of all tensors, or is its own.
     """
-    beyond, like = list[Difference](), {**found, **expected}
+    differences = []
+    like = {**found, **expected}
     found, expected = _filled(found, like), _filled(expected, like)
     # What is zero but for rounding, of what both were computed from, would differ by 100 %.
-    largest = max(map(_size, expected.values()), default=0.0)
-    for (name, mine), other in zip(found.items(), expected.values(), strict=True):
-        same = torch.isclose(mine, other, rtol=0.0, atol=0.0, equal_nan=True)
-        gaps = torch.where(same, 0.0, (mine - other).abs().nan_to_num(math.inf, math.inf))
-        at, scale = int(gaps.argmax()), _size(other)
-        gap = float(gaps[at])
-        rounding = 1e-5 * tolerance * (_size(noise[name]) if noise and name in noise else largest)
+    largest = max((_size(tensor) for tensor in expected.values()), default=0.0)
+    for name in like:
+        found_tensor, expected_tensor = found[name], expected[name]
+        same = torch.isclose(found_tensor, expected_tensor, rtol=0.0, atol=0.0, equal_nan=True)
+        gaps = torch.where(same, 0.0, (found_tensor - expected_tensor).abs().nan_to_num(math.inf, math.inf))
+        index = int(gaps.argmax())
+        gap = float(gaps[index])
+        scale = _size(expected_tensor)
+        magnitude = largest
+        if noise and name in noise:
+            magnitude = _size(noise[name])
+        rounding = 1e-5 * tolerance * magnitude
         if gap > rounding + tolerance * scale:
-            beyond.append(Difference(name, gap / scale if scale else math.inf, float(mine[at]), float(other[at])))
-    beyond.sort(key=lambda one: -one.relative)
-    for most in beyond[:1]:
-        like, near = like if together else {most.name: like[most.name]}, 1e4 * tolerance
-        factor = multiple_of(flat(found, like), flat(expected, like), near)
-        beyond[0] = replace(most, factor=factor if factor and abs(factor - 1) > near else None)
-    return beyond
+            relative = math.inf
+            if scale > 0:
+                relative = gap / scale
+            differences.append(Difference(name, relative, float(found_tensor[index]), float(expected_tensor[index])))
+    if not differences:
+        return []
+    differences.sort(key=lambda difference: -difference.relative)
+    first = differences[0]
+    if not together:
+        like = {first.name: like[first.name]}
+    near = 1e4 * tolerance
+    factor = multiple_of(flat(found, like), flat(expected, like), near)
+    if factor is not None and factor != 0 and abs(factor - 1) > near:
+        differences[0] = replace(first, factor=factor)
+    return differences
 
 
 def _size(tensor: Tensor) -> float:
+    """Return the largest absolute value; 0 if it is not finite, so that it widens no tolerance."""
     size = float(tensor.abs().max())
-    return size if math.isfinite(size) else 0.0
+    if not math.isfinite(size):
+        return 0.0
+    return size
 
 
 def _filled(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensors:
-    """Return sketches of these names and sizes: zeros for one that is missing, and NaN for one of another size."""
-    every = {name: tensors.get(name, torch.zeros_like(each)) for name, each in like.items()}
-    return {n: each if len(each) == len(like[n]) else torch.full_like(like[n], math.nan) for n, each in every.items()}
+    """Return sketches of the names and sizes of `like`: zeros for a missing one, and NaN for one of another size."""
+    filled = {}
+    for name, model in like.items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            filled[name] = torch.zeros_like(model)
+        elif len(tensor) == len(model):
+            filled[name] = tensor
+        else:
+            filled[name] = torch.full_like(model, math.nan)
+    return filled
 
 
 def flat(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:
     """Return sketches as one vector in the order of `like`; what is missing is zero."""
-    return torch.cat([torch.zeros(0, dtype=torch.float64), *_filled(tensors, like).values()])
+    empty = torch.zeros(0, dtype=torch.float64)  # `torch.cat` refuses to join nothing
+    return torch.cat([empty, *_filled(tensors, like).values()])
 
 
 def gap_between(found: Tensor, expected: Tensor) -> float:
     """Return the largest difference of two vectors over the largest element expected."""
-    gap, largest = float((found - expected).abs().max()), float(expected.abs().max())
-    return gap / largest if largest else math.inf if gap else 0.0
+    gap = float((found - expected).abs().max())
+    largest = float(expected.abs().max())
+    if largest:  # NaN, too, which makes the result NaN
+        return gap / largest
+    if gap:
+        return math.inf
+    return 0.0
 
 
 def multiple_of(found: Tensor, expected: Tensor, near: float) -> float | None:
     """Return the factor between two vectors; None if one is no multiple of the other."""
-    factor = float(found.dot(expected) / expected.dot(expected))
-    return factor if math.isfinite(factor) and gap_between(found, factor * expected) <= near else None
+    factor = float(found.dot(expected) / expected.dot(expected))  # by least squares
+    if math.isfinite(factor) and gap_between(found, factor * expected) <= near:
+        return factor
+    return None
 
 
-def differences(run: Tape, alone: Tape, tolerance: float) -> Iterator[Seen]:
-    """Yield where a run differs from another, in its order."""
-    before: Tensors = {}
-    for position, (step, own) in enumerate(zip(run.steps, alone.steps, strict=False)):
-        tiny, none = Tensors(), ("", Tensors())
-        for other, mine in zip_longest(step.moments, own.moments, fillvalue=none):
-            (stage, found), (known, expected), noise = other, mine, Tensors()
-            if stage != known:
+def compare_records(run: Record, expected_run: Record, tolerance: float) -> Iterator[Seen]:
+    """Yield where a run differs from another, in its order.
+
+    | stage | what is compared |
+    |---|---|
+    | "weights" | by how much the step moved the weights, because a wrong move is small beside the weights |
+    | "optimizer options" | each option by itself, because options have no common factor |
+    | any other | the tensors |
+
+    Raises:
+        Refused: If one takes other optimizer steps than the other, so that stages cannot be assigned to each other.
+    """
+    weights_before: Tensors = {}  # of the other run, after the step before
+    for position, (step, expected_step) in enumerate(zip(run.steps, expected_run.steps, strict=False)):
+        negligible: Tensors = {}  # masks of gradients that are zero but for rounding
+        for snapshot, expected_snapshot in zip_longest(step.snapshots, expected_step.snapshots):
+            if snapshot is None or expected_snapshot is None or snapshot.stage != expected_snapshot.stage:
                 raise Refused("one process takes other optimizer steps in a batch than the run, or more of them")
-            if stage == "clipped gradient":
-                tiny |= _zero_but_for_rounding(expected)
+            stage, found, expected = snapshot.stage, snapshot.tensors, expected_snapshot.tensors
+            noise: Tensors = {}
+            if stage == "initial weights":
+                weights_before = expected
+            elif stage == "clipped gradient":
+                negligible.update(_zero_but_for_rounding(expected))
             elif stage == "weights":
+                weights = expected
+                found = _moved(found, weights_before)
+                expected = _moved(weights, weights_before)
                 # Optimizers enlarge what is zero but for rounding: it counts as moved as expected.
-                found, expected, noise = _without(found, before), _without(expected, before), expected
-                both = tiny.keys() & found.keys() & expected.keys()
-                found |= {name: torch.where(tiny[name], expected[name], found[name]) for name in both}
-            beyond = difference(found, expected, tolerance, noise, together=stage != "optimizer options")
-            before = noise or (expected if stage == "initial weights" else before)
-            if beyond:
-                yield Seen(stage, position, beyond[0], found, expected, {one.name for one in beyond})
+                for name in negligible.keys() & found.keys() & expected.keys():
+                    found[name] = torch.where(negligible[name], expected[name], found[name])
+                noise = weights
+                weights_before = weights
+            together = stage != "optimizer options"
+            differences = compare_tensors(found, expected, tolerance, noise, together=together)
+            if differences:
+                names = {difference.name for difference in differences}
+                yield Seen(stage, position, differences[0], found, expected, names)
 
 
-def _without(tensors: Tensors, before: Tensors) -> Tensors:
-    return {name: each - before[name] for name, each in tensors.items() if name in before}
+def _moved(weights: Tensors, before: Tensors) -> Tensors:
+    """Return by how much weights differ from those before; sketches are linear."""
+    return {name: weight - before[name] for name, weight in weights.items() if name in before}
 
 
 def _zero_but_for_rounding(gradients: Tensors) -> Tensors:
-    """Return which elements of gradients are next to nothing beside the largest of all."""
-    least = 1e-10 * max(map(_size, gradients.values()), default=0.0)
-    return {name: (each.abs() < least) & ((each != 0) | (0 < _size(each) < least)) for name, each in gradients.items()}
+    """Return masks of the elements of gradients that are next to nothing beside the largest of all."""
+    largest = max((_size(gradient) for gradient in gradients.values()), default=0.0)
+    least = 1e-10 * largest
+    masks = {}
+    for name, gradient in gradients.items():
+        mask = gradient.abs() < least
+        # An exact zero is a gradient like any other, as of a word that does not occur. In a tensor of rounding alone,
+        # as of a bias before batch norm, it is rounding, too.
+        if not 0 < _size(gradient) < least:
+            mask &= gradient != 0
+        masks[name] = mask
+    return masks
