@@ -17,8 +17,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_gradavg._lightning.internals import TrainingLoop
 from lightning_gradavg._lightning.loaders import LoaderWrapper, length_of, user_loader
-from lightning_gradavg._support.collectives import World
-from lightning_gradavg._support.device import Tally
+from lightning_gradavg._support.collectives import ReducedRow, World
 from lightning_gradavg._support.random_state import RandomState, random_state, restore_random_state
 from lightning_gradavg.batches.chunks import Split
 from lightning_gradavg.batches.loader import Pass, SplitLoader
@@ -188,7 +187,7 @@ class Fetched(NamedTuple):
     """What stands behind a batch of a joined loader: whether it is the rank's own, and what all ranks have."""
 
     own: bool
-    tally: Tally
+    tally: ReducedRow
 
 
 class JoinedLoader(LoaderWrapper):
@@ -225,7 +224,7 @@ class JoinedLoader(LoaderWrapper):
             self._last = batch if own else self._last
             self._same.compare(batch if own else None)
             with torch.profiler.record_function("GradAvg: exchange who has a batch"):
-                tally = Tally([own, self._last is _END], "sum", self._device, self.world.group)
+                tally = ReducedRow([own, self._last is _END], "sum", self._device, self.world.group)
             if begins or not own:
                 with torch.profiler.record_function("GradAvg: wait for who has a batch"):
                     having, lacking = tally.read()
