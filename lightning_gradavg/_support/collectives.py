@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gradavg._support.device import beside, is_on_host, on_device
+from lightning_gradavg._support.device import beside, on_device
 from lightning_gradavg._support.place import Place, node_from_environment, places_on_nodes
 from lightning_gradavg._support.text import by_value, on_ranks, ranks_by_value
 
@@ -324,11 +324,11 @@ class ReducedRow:
         self._work: dist.Work | None = None
         self._copied: Any = None  # the event after the copy from an accelerator to the host
         dtype = torch.int64 if isinstance(row[0], int) else torch.float64
-        local_row = on_device(torch.tensor(row, dtype=dtype), device)
-        if is_on_host(device):
+        local_row = torch.tensor(row, dtype=dtype)
+        if device.type == "cpu":
             self._rows = self._exchanged_on_host(local_row, group)
         else:
-            self._rows = self._reduced_on_accelerator(local_row, device, group)
+            self._rows = self._reduced_on_accelerator(on_device(local_row, device), device, group)
 
     def _exchanged_on_host(self, row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         if group is None:

@@ -10,17 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["beside", "is_on_host", "on_device"]
+__all__ = ["beside", "on_device"]
 
-
-def is_on_host(device: torch.device) -> bool:
-    """Return whether tensors of a device need no copy to be read by the host, and have no streams."""
-    return device.type in ("cpu", "meta")
+_ON_HOST = ("cpu", "meta")
+"""The types of devices without streams, to and from which copies are synchronous."""
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device. The host does not wait for a copy to an accelerator."""
-    if is_on_host(device) or not is_on_host(tensor.device):
+    if device.type in _ON_HOST or tensor.device.type not in _ON_HOST:
         return tensor.to(device)
     # Only from pinned memory is a non-blocking copy asynchronous.
     return tensor.pin_memory().to(device, non_blocking=True)
