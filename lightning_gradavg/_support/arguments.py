@@ -38,8 +38,11 @@ def by_keyword(constructor: _F) -> _F:
     The signature stays, because LightningCLI (jsonargparse) makes its command line of it. The attribute `_given` of the
     new object holds the arguments that were given, without defaults.
     """
+    # Read once, when the class is made. Annotations must be types, so the file of the class has no `from __future__
+    # import annotations`.
     annotations = {name: parameter.annotation for name, parameter in inspect.signature(constructor).parameters.items()}
     parameters_of_ddp = inspect.signature(DistributedDataParallel.__init__).parameters
+    # An option of DDP need not stand in the signature of the strategy.
     no_options = {"ddp_options", *SET_BY_STRATEGIES}
     known = [name for name in [*annotations, *parameters_of_ddp] if name not in no_options]
 
@@ -93,12 +96,12 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
 
 def _is_of(value: object, plain: Sequence[type]) -> bool:
     """Return whether a value is of one of some types, where a bool counts as no int."""
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # a subclass of int: num_replicas=True is a mistake
         return bool in plain
     return isinstance(value, tuple(plain))
 
 
-def as_count(name: str, value: Any, least: int = 1, also: str = "") -> int:
+def as_count(name: str, value: object, least: int = 1, also: str = "") -> int:
     """Return the int `value`; ValueError if it is below `least`, TypeError if it is no int, such as a bool.
 
     `also` ends the sentence about what is accepted, as in ", or None".
@@ -111,7 +114,7 @@ def as_count(name: str, value: Any, least: int = 1, also: str = "") -> int:
     return value
 
 
-def as_count_or_none(name: str, value: Any) -> int | None:
+def as_count_or_none(name: str, value: object) -> int | None:
     """Return the int `value`, or None; raise as `as_count` does for anything else."""
     if value is None:
         return None

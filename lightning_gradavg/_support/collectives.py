@@ -14,7 +14,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from itertools import zip_longest
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from lightning_gradavg._support.place import Place, node_from_environment, place
 from lightning_gradavg._support.text import by_value, on_ranks, ranks_by_value
 
 __all__ = ["Agreed", "Agreement", "Contribution", "ReducedRow", "World", "digest"]
+
+_T = TypeVar("_T")
 
 _EXACT_INTEGERS = 2**53
 """Float64 holds all integers below this one exactly."""
@@ -46,6 +48,7 @@ def _end_group_before_interpreter() -> None:
 
 
 def _end_group() -> None:
+    # gloo's threads free the tensors of the last exchange meanwhile, for which they need the interpreter.
     time.sleep(_SETTLE_SECONDS)
     if not dist.is_initialized():
         return
@@ -124,7 +127,7 @@ class World:
             group = dist.group.WORLD
         size = dist.get_world_size(group)
         if size == 1:
-            return cls()
+            return cls()  # nothing is exchanged, also if there is a process group
         _end_group_before_interpreter()
         return cls(group, dist.get_rank(group), size)
 
@@ -143,11 +146,11 @@ class World:
         """
         return self._gather(row, meanwhile)
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: _T) -> list[_T]:
         """Return every rank's value in rank order. Slow, because it pickles: for setup and messages."""
         if self.group is None:
             return [value]
-        values: list[Any] = [None] * self.size
+        values: list[Any] = [None] * self.size  # filled in place
         with torch.profiler.record_function("GradAvg: exchange objects"):
             dist.all_gather_object(values, value, group=self.group)
         return values
@@ -179,12 +182,14 @@ class World:
         length = len(_Head._fields)
         heads = [_Head(*row_of_rank[:length]) for row_of_rank in rows]
 
+        # All ranks have the same rows, so all of them take the same branches.
         if any(head.failed for head in heads):
             raise error_type(f"{refusal}, {self._errors_of_ranks(error)}.") from error
         if len({head.digest_of_equal for head in heads}) > 1:
             difference = self._first_difference(contribution.equal)
             raise error_type(f"{refusal}: {difference}. Pass the same, in the same order, on all ranks.")
 
+        # Shapes are mostly the same on all ranks, and their digests say so.
         details: Sequence[Sequence[int]] = [contribution.details] * self.size
         if len({head.digest_of_details for head in heads}) > 1:
             details = self.gather_integers(contribution.details)
@@ -221,7 +226,7 @@ class World:
         raise AssertionError("the digests of equal lines differ")
 
     def from_first(self, value: Any) -> Any:
-        """Return rank 0's value on every rank."""
+        """Return rank 0's value on every rank. What the others pass does not matter."""
         if self.group is None:
             return value
         values = [value]
@@ -241,11 +246,13 @@ class World:
     def _gather(self, row: Tensor, meanwhile: Callable[[], None] | None = None) -> list[Any]:
         if self.group is None:
             return [row.tolist()]
+        # NCCL moves no tensors of the host.
         local_row = row.to(_device_type_of(self.group))
         rows = local_row.new_empty(self.size, len(row))
         with torch.profiler.record_function("GradAvg: exchange numbers"):
             work = dist.all_gather(list(rows.unbind()), local_row, group=self.group, async_op=True)
             if meanwhile is not None:
+                # gloo's `wait` cannot be interrupted, and would wait for a rank that never comes until the timeout.
                 while not work.is_completed():
                     meanwhile()
                     time.sleep(_POLL_SECONDS)
@@ -274,6 +281,7 @@ def _row_of(contribution: Contribution) -> list[float]:
         node=contribution.node,
         weight=contribution.weight,
     )
+    # In the head, so that in most calls one exchange is enough.
     numbers = contribution.numbers[:_NUMBERS_IN_HEAD]
     padding = [0.0] * (_NUMBERS_IN_HEAD - len(numbers))
     return [*head, *numbers, *padding]

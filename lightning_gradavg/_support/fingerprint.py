@@ -27,6 +27,7 @@ def state_digests(
     state: list[tuple[str, Any]] = []
     state.extend(module.named_parameters())
     state.extend(module.named_buffers())
+    # Beside tensors, such as moments, an optimizer's state dict holds numbers, such as the learning rate.
     for index, optimizer in enumerate(optimizers):
         state.extend(leaves(optimizer.state_dict(), f"optimizer {index}"))
     state.extend(further.items())

@@ -41,6 +41,7 @@ def mean_of_integers(tensor: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tens
     A mean of whole numbers has the type of the tensor, as in Lightning, and so what is divided by it has Lightning's
     bits. A mean with decimals is of float64. The host reads which it is, once per logged name and epoch.
     """
+    # Float64 holds sums of integers exactly up to 2**53.
     mean = reduce(tensor.double())
     whole = mean.to(tensor.dtype)
     if torch.equal(whole.double(), mean):

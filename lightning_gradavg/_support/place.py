@@ -54,7 +54,8 @@ def node_from_environment(environ: Mapping[str, str] = os.environ) -> int:
     for name in _NODE_VARIABLES:
         if name in environ:
             node = environ[name]
-            return int(node) if node else 0
+            return int(node) if node else 0  # set to nothing, it is no other node
+    # Nobody names the node. That is node 0, unless there are ranks on other nodes.
     for name_on_node, name_in_all in _SIZE_VARIABLES:
         ranks_on_node = environ.get(name_on_node)
         ranks_in_all = environ.get(name_in_all)

@@ -20,10 +20,12 @@ from torch.nn.utils.rnn import PackedSequence
 __all__ = ["batch_samples", "bits", "data_digest", "digest_of", "leaves", "mapped", "slice_batch"]
 
 _PLAIN = (int, float, complex, str, bytes, type(None))
+"""Types whose `repr` is the value. Of other objects it may hold an address, which differs between processes."""
 _HASHED_ELEMENTS = 64
+"""So many elements of a row go into a digest of data: enough to tell samples apart, and few to read."""
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     """Return whether a value is a tensor or an array, without importing NumPy."""
     return hasattr(value, "dtype") and hasattr(value, "shape")
 
@@ -57,7 +59,8 @@ def _with_parts(value: Any, parts: list[Any]) -> Any:
             copied_mapping[key] = part
         return copied_mapping
     if _is_sequence(value):
-        # The constructor of a named tuple takes one argument per field.
+        # Lists and tuples, and subclasses of them, are made of an iterable; the constructor of a named tuple takes one
+        # argument per field.
         make = getattr(value, "_make", type(value))
         return make(parts)
     copied = copy.copy(value)
@@ -75,15 +78,15 @@ def _copied(mapping: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
     return copy.deepcopy(mapping, {id(item): item for item in mapping.values()})
 
 
-IsLeaf: TypeAlias = Callable[[Any], bool]
+IsLeaf: TypeAlias = Callable[[object], bool]
 """Whether a structure counts as a leaf."""
 
 
-def _never(_: Any) -> bool:
+def _never(_: object) -> bool:
     return False
 
 
-def leaves(value: Any, label: str = "", *, is_leaf: IsLeaf = _never) -> Iterator[tuple[str, Any]]:
+def leaves(value: object, label: str = "", *, is_leaf: IsLeaf = _never) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of a nested value, in order, each with its place: `label` and then such as `['image'][0]`."""
     items = None if is_leaf(value) else _items(value)
     if items is None:
@@ -93,7 +96,7 @@ def leaves(value: Any, label: str = "", *, is_leaf: IsLeaf = _never) -> Iterator
         yield from leaves(item, label + place, is_leaf=is_leaf)
 
 
-def mapped(value: Any, function: Callable[[Any], Any], *, is_leaf: IsLeaf = _never) -> Any:
+def mapped(value: object, function: Callable[[Any], Any], *, is_leaf: IsLeaf = _never) -> Any:
     """Return a value of the same structure and types with `function` of each leaf, in the order of `leaves`."""
     items = None if is_leaf(value) else _items(value)
     if items is None:
@@ -107,7 +110,7 @@ def _is_plain_object(value: object) -> bool:
     return not _is_array(value) and not isinstance(value, PackedSequence) and _items(value) is None
 
 
-def _is_column(value: Any) -> bool:
+def _is_column(value: object) -> bool:
     """Return whether a value lists one plain object per sample, as `default_collate` lists strings."""
     is_named_tuple = hasattr(value, "_fields")
     if not isinstance(value, (list, tuple)) or is_named_tuple:
@@ -125,12 +128,13 @@ def _rows(leaf: Any) -> int | None:
     return None
 
 
-def batch_samples(batch: Any) -> int:
+def batch_samples(batch: object) -> int:
     """Return the samples in a collated batch: dimension 0 of its arrays, else the length of its lists of objects.
 
     Raises:
         ValueError: If there is no such number, or several.
     """
+    # A column counts as a leaf: its length is the number of samples, and its items are none.
     held = [leaf for _, leaf in leaves(batch, is_leaf=_is_column)]
     if any(isinstance(leaf, PackedSequence) for leaf in held):  # it holds the samples step by step
         raise ValueError(
@@ -172,9 +176,10 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
     """
     size = batch_samples(batch)
     if (start, stop) == (0, size):
-        return batch
+        return batch  # the user's own object, as in a run that splits nothing
 
     def sliced(leaf: Any) -> Any:
+        # `batch_samples` lets lists of other lengths pass beside arrays: they are about the batch as a whole.
         if _rows(leaf) == size:
             return leaf[start:stop]
         return leaf
@@ -190,7 +195,7 @@ def bits(array: Any) -> memoryview:
     return flat.view(torch.uint8).numpy().data  # as bytes, because NumPy has no bfloat16
 
 
-def data_digest(value: Any) -> bytes:
+def data_digest(value: object) -> bytes:
     """Return 16 bytes that are equal for equal indices, samples or batches, on any rank.
 
     They read the type and shape of an array and the begin of its first and last row; on an accelerator no row, so that
@@ -199,7 +204,7 @@ def data_digest(value: Any) -> bytes:
     return digest_of(value, _ends, size=16)
 
 
-def digest_of(value: Any, of_array: Callable[[Any], bytes | memoryview], *, size: int) -> bytes:
+def digest_of(value: object, of_array: Callable[[Any], bytes | memoryview], *, size: int) -> bytes:
     """Return so many bytes that are equal for equal nested values, of whose arrays `of_array` returns what counts."""
     hashed = blake2b(digest_size=size)
     for part in _described(value, of_array):
@@ -210,7 +215,7 @@ def digest_of(value: Any, of_array: Callable[[Any], bytes | memoryview], *, size
 def _ends(array: Any) -> bytes:
     """Return the begin of the first and of the last row of an array."""
     if isinstance(array, Tensor) and array.device.type != "cpu":
-        return b""
+        return b""  # reading it would wait for the accelerator
     shape = array.shape if len(array.shape) > 0 else (1,)
     rows = array.reshape(shape)
     found = b""
