@@ -32,6 +32,7 @@ __all__ = [
 
 __version__ = "0.2.0"
 
+# So that Trainer(strategy="gradavg") and Fabric(strategy="gradavg") know the names.
 GradAvgStrategy.register_strategies(StrategyRegistry)
 StrategyRegistry.register("gradavg_model_parallel", GradAvgModelParallelStrategy, override=True)
 _FabricStrategy.register_strategies(STRATEGY_REGISTRY)

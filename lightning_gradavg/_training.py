@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum, auto
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
@@ -29,25 +30,55 @@ from lightning_gradavg.reduction.reduction import Reduction
 __all__ = ["WeighedTraining"]
 
 
-_STAGES: Mapping[str | None, str] = {f"{stage}_dataloader()": stage for stage in ("train", "val", "test", "predict")}
-"""The stage of the loaders that are prepared after the barrier of a name."""
+_STAGE_OF_BARRIER: Mapping[str | None, str] = {
+    "train_dataloader()": "train",
+    "val_dataloader()": "val",
+    "test_dataloader()": "test",
+    "predict_dataloader()": "predict",
+}
+"""The stage of the loaders that Lightning prepares after the barrier of a name."""
+
+
+class _Phase(Enum):
+    """Where training is; `WeighedTraining` has the table."""
+
+    NO_TRAINING = auto()
+    BETWEEN_BATCHES = auto()
+    ON_BATCH = auto()
+
+
+class _Moved(NamedTuple):
+    """A batch that was moved to the device."""
+
+    on_host: object
+    on_device: object
 
 
 class WeighedTraining(Registered, Collectives, ParallelStrategy):
-    """Weighs the losses of a strategy that averages gradients. Its class comes before that of the engine."""
+    """Weighs the losses of a strategy that averages gradients. Its class comes before that of the engine.
+
+    Where training is:
+
+    | phase | begins with | `training_step` |
+    |---|---|---|
+    | NO_TRAINING | `on_train_end` or `teardown` | is that of the engine |
+    | BETWEEN_BATCHES | `on_train_start`, the arrival of a batch, its end | is that of the engine: a user's own call |
+    | ON_BATCH | `on_train_batch_start`, which comes after the user's hooks of that name | weighs its losses |
+    """
 
     _reduction: Reduction
     _batches: Batches
-    _parts: tuple[Part, ...]  # in the order in which they are asked
+    _parts: tuple[Part, ...]  # in the order in which they are called
     _plain: Mapping[str, Any]  # the options that must be the same on all ranks
-    _set_up: LoaderSetUp | None = None
-    _begun: tuple[Part, ...] = ()
+    _set_up: LoaderSetUp | None = None  # the loaders that Lightning has announced last
+    _parts_set_up: tuple[Part, ...] = ()  # those whose `setup` returned
+    _phase: _Phase = _Phase.NO_TRAINING
     _arrival: Arrival | None = None  # of the run that trains
-    _trains_on_batch = False  # from the last hook on_train_batch_start on
-    _moved: tuple[Any, Any] | None = None  # the batch that was moved to the device last, before and after
+    _moved: _Moved | None = None  # the batch that was moved to the device last
 
     @property
     def _trains(self) -> bool:
+        """Whether the run is a fit."""
         module = self.lightning_module
         return module is not None and module.trainer.state.fn == TrainerFn.FITTING
 
@@ -57,24 +88,26 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
         module = self.lightning_module
         if module is None or not self._trains:
             return False
-        return module.trainer.state.status == TrainerStatus.RUNNING and self._arrival is None
+        return module.trainer.state.status == TrainerStatus.RUNNING and self._phase is _Phase.NO_TRAINING
 
     @override
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
         run = Run(trainer, module, self.root_device, World.of(None))
-        self._begun = ()
+        # A part whose `setup` raises is not torn down.
+        self._parts_set_up = ()
         for part in self._parts:
             part.setup(run)
-            self._begun += (part,)
+            self._parts_set_up += (part,)
         if self._trains:
+            # Before the engine's, in which ranks of different runs would wait for each other.
             require_one_run(run.world, trainer, module, self._plain)
         super().setup(trainer)
 
     @override
     def teardown(self) -> None:
-        for part in reversed(self._begun):
+        for part in reversed(self._parts_set_up):
             part.teardown()
         self._set_up = None
         self._end_training()
@@ -102,7 +135,7 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
         `trainer.state.stage` is that of the hook in which a user asks for `trainer.estimated_stepping_batches`.
         """
         super().barrier(name, *args, **kwargs)
-        stage = _STAGES.get(name)
+        stage = _STAGE_OF_BARRIER.get(name)
         if stage is not None and self.lightning_module is not None:
             self._set_up = LoaderSetUp(self.lightning_module.trainer, stage)
             for part in self._parts:
@@ -118,15 +151,18 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
-        return self._process_training_loader(dataloader) if self._prepares == "train" and self._trains else dataloader
+        if self._prepares == "train" and self._trains:
+            return self._process_training_loader(dataloader)
+        return dataloader
 
     def _process_training_loader(self, loader: object) -> object:
+        """Return what is read instead of a training loader. A collective operation."""
         return self._batches.process_dataloader(loader)
 
     def on_train_start(self) -> None:
         """Begin with the training loaders, which are known now."""
         super().on_train_start()
-        self._trains_on_batch = False
+        self._phase = _Phase.BETWEEN_BATCHES
         # Not in `setup`: a search for a learning rate or batch size trains with other callbacks than the run.
         if self._arrival is None:
             self._arrival = Arrival(self._begin_batch, self._end_batch)
@@ -137,34 +173,37 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         moved = super().batch_to_device(batch, device, dataloader_idx)
-        if self._arrival is not None and self._reduction.run.trainer.training:
-            self._moved = (batch, moved)
+        # Users may call this, too: it begins no batch, and `_begin_batch` checks that it was this one.
+        if self._phase is not _Phase.NO_TRAINING and self._reduction.run.trainer.training:
+            self._moved = _Moved(on_host=batch, on_device=moved)
         return moved
 
-    def _begin_batch(self, batch: Any) -> None:
+    def _begin_batch(self, batch: object) -> None:
         """Begin to train on a batch. Its number is counted already, and no hook of the user's has seen it."""
-        self._trains_on_batch = False
+        self._phase = _Phase.BETWEEN_BATCHES
         self._batches.on_train_batch_start()
-        # On an accelerator, this reads the batch as it was on the host. It may be another one that was moved last.
-        host = batch
-        if self._moved is not None and self._moved[1] is batch:
-            host = self._moved[0]
+        # The reduction looks for ignored targets. On an accelerator, it reads the batch as it was on the host.
+        host_batch = batch
+        if self._moved is not None and self._moved.on_device is batch:
+            host_batch = self._moved.on_host
         self._moved = None
-        self._reduction.look_at(host)
+        self._reduction.look_at(host_batch)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Train on the batch: Lightning calls this after the hooks of callbacks and module, before the step."""
         super().on_train_batch_start(batch, batch_idx)
-        # Without it the step would count for the batch before.
+        # A user has given the trainer another list of callbacks. Without ours, the step would count for the batch
+        # before.
         if self._arrival is not None and self._arrival.insert(self._reduction.run.trainer):
             self._begin_batch(batch)
-        self._trains_on_batch = True
+        self._phase = _Phase.ON_BATCH
 
-    def _end_batch(self, batch: Any) -> None:
+    def _end_batch(self, batch: object) -> None:
         """End a batch. Of None Lightning calls no hook but the one that leads here."""
-        self._trains_on_batch = False
+        self._phase = _Phase.BETWEEN_BATCHES
         world = self._reduction.run.world
+        # Where `training_step` fetches its batches itself, Lightning may have none.
         if batch is None and world.size > 1 and not self._batches.fetches_within:
             raise RuntimeError(
                 f"the train loader yielded None on rank {world.rank}. Lightning skips such a batch, and this rank would"
@@ -175,17 +214,17 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        if not self._trains_on_batch:
+        if self._phase is not _Phase.ON_BATCH:
             # A user computes a loss between two batches, perhaps on one rank, which is no part of any window.
             return super().training_step(*args, **kwargs)
-        arguments = *args, *kwargs.values()
+        arguments = (*args, *kwargs.values())
         batches = self._batches
-        self._reduction.begin_step(next(iter(arguments), None), batches.missing, may_miss=batches.joins)
-        self._batches.stepping = True
+        self._reduction.begin_step(_batch_of(arguments), batches.missing, may_miss=batches.joins)
+        batches.stepping = True
         try:
             output: STEP_OUTPUT = self._run_step(super().training_step, *arguments)
         finally:
-            self._batches.stepping = False
+            batches.stepping = False
             self._reduction.end_step()
         return output
 
@@ -193,12 +232,14 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
         """Return the output of a step, in automatic optimization with one loss to run the backward from."""
         with self._batches.training_step():
             output = forward(*arguments)
-        return self._reduction.read(output, self._samples, next(iter(arguments), None))
+        return self._reduction.read(output, self._samples, _batch_of(arguments))
 
     @property
     def _samples(self) -> float | None:
         """The weight of a loss that has none: None where only its batch tells, 0 for one that does not count."""
-        return None if self._batches.chunk is None else self._batches.chunk.samples
+        if self._batches.chunk is None:
+            return None
+        return self._batches.chunk.samples
 
     @override
     @contextmanager
@@ -215,9 +256,15 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
     def backward(
         self, closure_loss: Any, optimizer: Optimizer | None, *args: Any, weight: Any = None, **kwargs: Any
     ) -> Tensor:
+        """Run the backward of a loss, and reduce the gradients if it is the last one of its window.
+
+        The calls are those of Lightning's `Strategy.backward`, with the reduction around the backward of the precision
+        plugin; `post_backward` comes before the gradients are finished.
+        """
         module, precision, reduction = self.lightning_module, self.precision_plugin, self._reduction
         assert module is not None
         if reduction.is_manual:
+            # In automatic optimization, `read` has weighed the loss, and Lightning divided it by N.
             closure_loss = reduction.add(closure_loss, weight, self._samples).value
         self.pre_backward(closure_loss)
         root = precision.pre_backward(closure_loss, module)
@@ -236,13 +283,19 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
 
     def _end_training(self) -> None:
         """Leave the trainer's callbacks as they were."""
+        self._phase = _Phase.NO_TRAINING
         self._moved = None
-        self._trains_on_batch = False
         if self._arrival is not None:
             self._arrival.remove(self._reduction.run.trainer)
             self._arrival = None
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        # The other ranks write no part of it.
         if not self._faults.ends_apart():
             super().save_checkpoint(checkpoint, *args, **kwargs)
+
+
+def _batch_of(arguments: tuple[Any, ...]) -> Any:
+    """Return the batch of a `training_step`, its first argument; None if it takes none."""
+    return arguments[0] if arguments else None

@@ -27,10 +27,10 @@ __all__ = ["GradAvgModelParallelStrategy", "GradAvgStrategy"]
 
 
 class _Weighing(Registered, ParallelStrategy):
-    """What both strategies do around a backward and a checkpoint."""
+    """What both strategies do around a backward and a reduction. Its class comes before that of the engine."""
 
     _rule: Rule
-    _reducer: GradAvgReducer
+    _reducer: GradAvgReducer  # has the windows, and reduces the gradients of what it weighed
     _loaders: WeakSet[SplitLoader]  # weak, so that a loader that the user drops is freed
 
     @property
@@ -42,13 +42,16 @@ class _Weighing(Registered, ParallelStrategy):
         Raises:
             ValueError: If several loaders are passed over at once whose batches differ.
         """
-        counts = {loader.samples for loader in self._loaders} - {None}
+        # A loader tells None outside of a loop over it.
+        counts = {loader.samples for loader in self._loaders if loader.samples is not None}
         if len(counts) > 1:
             raise ValueError(
                 f"loaders are read at once whose batches have {' and '.join(map(str, counts))} samples on this rank, so"
                 " split_batches=True cannot tell which count. Read one loader at a time, and evaluate between epochs."
             )
-        return next(iter(counts), None)
+        if not counts:
+            return None
+        return counts.pop()
 
     @override
     def backward(
@@ -59,7 +62,7 @@ class _Weighing(Registered, ParallelStrategy):
         weight: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Run the backward of a loss of that weight; of the last one of a window, reduce its gradients."""
+        """Run the backward of a loss with its weight. The last backward of a window reduces its gradients."""
         loss = self._reducer.weigh(tensor, weight=weight, samples=self.samples)
         super().backward(loss, module, *args, **kwargs)
 
@@ -104,8 +107,9 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
 
     def __init__(self, *, reduction: str | RuleFunction = "mean", split_batches: bool = False, **options: Any) -> None:
         refuse_unserved("GradAvgStrategy for Fabric", options, DDPStrategy, DistributedDataParallel)
-        rule = resolve_rule(reduction)
-        self._rule = rule_of_split_batches(rule) if split_batches else rule
+        self._rule = resolve_rule(reduction)
+        if split_batches:
+            self._rule = rule_of_split_batches(self._rule)
         if self._rule != RULES["mean"]:
             options.setdefault("gradient_as_bucket_view", True)  # as in `GradAvgStrategy` for the Trainer
         super().__init__(**options)
@@ -114,7 +118,7 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
         self._reducer = GradAvgReducer(reduction=self._rule)
 
     def __repr__(self) -> str:
-        # Trainers quote a strategy of Fabric by its repr when they refuse it.
+        # Trainers quote a strategy by its repr when they refuse it.
         return (
             f"{type(self).__name__}(reduction={self._rule.name!r}) [a strategy for lightning.fabric.Fabric; with"
             " Trainer use lightning_gradavg.GradAvgStrategy]"
@@ -123,16 +127,20 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any] | None:  # type: ignore[override]  # None has Fabric add no sampler
-        # Stock multiplies nodes by devices, which is another number where nodes are uneven.
-        return None if self._splits else {"num_replicas": self.world_size, "rank": self.global_rank}
+        if self._splits:
+            return None
+        # `DDPStrategy` multiplies nodes by devices, which is another number where nodes are uneven.
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         if not self._splits:
             return dataloader
         loader = split_batches(dataloader)
-        # Fabric's wrapper shows what is in the `__dict__` of what it wraps, such as `dataset` and `batch_size`.
-        vars(loader).update({**vars(dataloader), **vars(loader)})
+        # Fabric's wrapper (`_FabricDataLoader`) shows what is in the `__dict__` of what it wraps, such as `dataset` and
+        # `batch_size`. The attributes of our loader win.
+        for name, value in vars(dataloader).items():
+            vars(loader).setdefault(name, value)
         self._loaders.add(loader)
         return loader
 
@@ -160,28 +168,31 @@ class GradAvgModelParallelStrategy(_Weighing, ModelParallelStrategy):
         TypeError: If an option is unknown.
     """
 
-    _control: SyncControl | None = None
+    _control: SyncControl | None = None  # once a model is set up, but not under the plain mean
 
     def __init__(self, parallelize_fn: Callable[..., Any], *, reduction: str = "mean", **options: Any) -> None:
         self._rule = sharded_rule(reduction, options, ModelParallelStrategy)
         super().__init__(parallelize_fn, **options)
-        self._set_up = list[Optimizer]()
+        self._optimizers_set_up = list[Optimizer]()
         self._loaders = WeakSet()
         self._reducer = GradAvgReducer(reduction=self._rule)
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
         model = super().setup_module(module)
-        if self._rule != RULES["mean"]:
-            if self._control is not None:
-                raise ValueError("one strategy shards one model, as its checkpoints do: use a strategy for each")
-            self._control = control = SyncControl(self)
-            gradients = ShardedGradients(self._rule, model, self.device_mesh, self._set_up)
-            options = sharded_options(self._rule, gradients, user_ends_windows=True)
-            self._reducer.watch(model, options, gradients, lambda: not control.holding)
+        if self._rule == RULES["mean"]:
+            return model  # FSDP2 averages
+        if self._control is not None:
+            raise ValueError("one strategy shards one model, as its checkpoints do: use a strategy for each")
+        control = SyncControl(self)
+        self._control = control
+        # Fabric sets the optimizers up after the model, so the list is still to be filled.
+        gradients = ShardedGradients(self._rule, model, self.device_mesh, self._optimizers_set_up)
+        options = sharded_options(self._rule, gradients, user_ends_windows=True)
+        self._reducer.watch(model, options, gradients, lambda: not control.holding)
         return model
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        self._set_up.append(optimizer)
+        self._optimizers_set_up.append(optimizer)
         return super().setup_optimizer(optimizer)

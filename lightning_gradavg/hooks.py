@@ -9,9 +9,10 @@ to all. So all ranks get the same bits, and the error does not grow with their n
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with types.
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -41,16 +42,19 @@ class _Level(NamedTuple):
 def _mean(flat: Tensor, levels: Sequence[_Level]) -> Iterator[None]:
     """Replace numbers by their mean over the ranks of the first level; pause while an exchange runs.
 
-    The levels after it take the mean of the part that this rank holds.
+    The levels after it take the mean of the part that this rank holds: after the first all-to-all, a rank has the mean
+    of its part over its node, and the second level averages that over nodes, before it goes to all.
     """
     group, wire = levels[0]
     ranks = group.size()
     wide = torch.promote_types(flat.dtype, torch.float32)
     if wire is None or flat.dtype in _HALF:
         wire = flat.dtype  # nothing shorter than 16 bits is exact, so these are sent as they are
-    width = -(-len(flat) // (ranks * _ALIGNED)) * _ALIGNED
+    width = -(-len(flat) // (ranks * _ALIGNED)) * _ALIGNED  # of a part, rounded up
     padding = ranks * width - len(flat)
-    padded = nn.functional.pad(flat, (0, padding)) if padding else flat
+    padded = flat
+    if padding:
+        padded = nn.functional.pad(flat, (0, padding))
     rows = padded.view(ranks, width)
 
     # Every rank gets the row that it sums.
@@ -86,7 +90,14 @@ _AT_ONCE = [_Stage(None, between_nodes=True)]
 
 
 def _stages_by_node(world: World, group: dist.ProcessGroup, device: torch.device) -> list[_Stage]:
-    """Return how this rank reduces node by node; at once on nodes of different sizes. A collective operation."""
+    """Return how this rank reduces node by node. A collective operation.
+
+    | ranks | stages |
+    |---|---|
+    | on one node | all at once, within the node |
+    | one per node, or nodes of different sizes | all at once, between nodes |
+    | as many on each of several nodes | within the node, then those of the same part between nodes |
+    """
     members: dict[int, list[int]] = defaultdict(list)
     for rank, node in enumerate(world.nodes("the hook reduces node by node")):
         members[node].append(rank)
@@ -95,6 +106,7 @@ def _stages_by_node(world: World, group: dist.ProcessGroup, device: torch.device
         return [_Stage(None, between_nodes=False)]
     if len(sizes) > 1 or sizes == {1}:
         return [_Stage(None, between_nodes=True)]
+    # All ranks of the run call `new_group` for each group, also for those that they are not in.
     if world.size != dist.get_world_size():
         raise ValueError(
             f"the hook makes process groups, which takes all {dist.get_world_size()} ranks of the run, but it"
@@ -110,17 +122,21 @@ def _stages_by_node(world: World, group: dist.ProcessGroup, device: torch.device
 
 
 def _new_group_of(rank: int, members: Sequence[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
-    """Return this rank's group of several that all ranks make, as `new_group` requires."""
-    groups: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout=timeout) for ranks in members]
-    (own_group,) = [group for group, ranks in zip(groups, members, strict=True) if rank in ranks]
-    return own_group
+    """Make groups, as all ranks do for `new_group`, and return the one that this rank is in."""
+    group_of_rank: dist.ProcessGroup | None = None
+    for ranks in members:
+        group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout)
+        if rank in ranks:
+            group_of_rank = group
+    assert group_of_rank is not None
+    return group_of_rank
 
 
-# They go with their process group, so nothing in them may refer to it for long.
+# Both go with their process group, so nothing in them may refer to it for long.
 _STAGES: WeakKeyDictionary[dist.ProcessGroup, list[_Stage]] = WeakKeyDictionary()
 """How the ranks of a group reduce node by node."""
 _UNDER_WAY: WeakKeyDictionary[dist.ProcessGroup, list[Iterator[None]]] = WeakKeyDictionary()
-"""What is left to do for buckets, the newest first: its exchange begins before this rank waits for another."""
+"""What is left to do for buckets on a CPU, the newest first: its exchange begins before this rank waits for another."""
 
 
 def _reduce(
@@ -138,47 +154,81 @@ def _reduce(
 def _begin_to_reduce(
     state: dist.ProcessGroup | None, bucket: dist.GradBucket, wire: torch.dtype | None, *, by_node: bool
 ) -> Future[Tensor]:
-    """Begin the exchanges of a bucket; the future has its mean."""
+    """Begin the exchanges of a bucket; the future has its mean.
+
+    | bucket | exchange |
+    |---|---|
+    | of one rank | none |
+    | sparse, or of numbers that are summed in their own type at once | torch's all-reduce |
+    | any other on a CPU | the steps of `_mean`, of which each bucket that comes runs one for each bucket under way |
+    | any other on an accelerator | the steps of `_mean`, launched at once on a second stream |
+    """
     world = World.of(state)
     group = world.group
     buffer = bucket.buffer()
-    real = buffer.dtype.to_real()
+    dtype = buffer.dtype.to_real()  # of the numbers: a complex one is two of them
     on_cpu = buffer.device.type == "cpu"
     future: Future[Tensor] = Future() if on_cpu else Future(devices=[buffer.device])
     if group is None:
         future.set_result(buffer)
         return future
-    if wire is not None and real not in (torch.float32, *_HALF):
+    if wire is not None and dtype not in (torch.float32, *_HALF):
         raise ValueError(
-            f"this hook would send gradients of {real} in 16 bits, a quarter of their digits or fewer. Train in"
+            f"this hook would send gradients of {dtype} in 16 bits, a quarter of their digits or fewer. Train in"
             " float32, or use lightning_gradavg.hooks.by_node or torch's allreduce_hook."
         )
+    levels = _levels(world, group, buffer.device, wire, by_node=by_node)
+    under_way = _UNDER_WAY.setdefault(group, [])
+    is_plain = levels == [_Level(group, None)] and dtype not in _HALF
+    if buffer.is_sparse or is_plain:
+        future = allreduce_hook(group, bucket)
+        if buffer.is_complex():
+            # torch reduces complex numbers as pairs of real ones, and its future has those.
+            future = future.then(partial(_complex_buffer, buffer))
+    elif on_cpu:
+        under_way.insert(0, _completed(future, buffer, levels))
+    else:
+        # All collectives begin on one stream, in one order, and the host waits for none.
+        with beside(buffer.device):
+            for _ in _completed(future, buffer, levels):
+                pass
+    # Ranks must begin the collectives of a group in one order. So all begin here, as buckets come in one order, and
+    # none when another is done, which is at another moment on every rank. Behind the last bucket, none comes.
+    _run_one_step_of_each(under_way)
+    while under_way and bucket.is_last():
+        _run_one_step_of_each(under_way)
+    return future
+
+
+def _levels(
+    world: World, group: dist.ProcessGroup, device: torch.device, wire: torch.dtype | None, *, by_node: bool
+) -> list[_Level]:
+    """Return the groups over which a bucket is averaged one after another, the first one within nodes."""
     stages = _AT_ONCE
     if by_node:
         if group not in _STAGES:
-            _STAGES[group] = _stages_by_node(world, group, buffer.device)
+            _STAGES[group] = _stages_by_node(world, group, device)
         stages = _STAGES[group]
-    levels = [_Level(stage.group or group, wire if stage.between_nodes else None) for stage in stages]
-    under_way = _UNDER_WAY.setdefault(group, [])
-    plain = levels == [_Level(group, None)] and real not in _HALF
-    if buffer.is_sparse or plain:
-        future = allreduce_hook(group, bucket)
-        if buffer.is_complex():  # then the value are real numbers
-            future = future.then(lambda done: (done.value(), buffer)[1])
-    else:
-        steps = _completed(future, buffer, levels)
-        if on_cpu:
-            under_way.insert(0, steps)
-        else:  # All collectives begin on one stream, in one order, and the host waits for none.
-            with beside(buffer.device):
-                deque(steps, maxlen=0)
-    # Ranks must begin the collectives of a group in one order. So all begin here, as buckets come in one order, and
-    # none when another is done, which is at another moment on every rank.
-    while under_way:
-        under_way[:] = [steps for steps in under_way if next(steps, "ended") is None]
-        if not bucket.is_last():
-            break
-    return future
+    levels = []
+    for stage in stages:
+        group_of_stage = group if stage.group is None else stage.group
+        levels.append(_Level(group_of_stage, wire if stage.between_nodes else None))
+    return levels
+
+
+def _complex_buffer(buffer: Tensor, done: Future[Tensor]) -> Tensor:
+    """Return the complex numbers of a bucket that was reduced in place, or raise what its reduction raised."""
+    done.value()
+    return buffer
+
+
+def _run_one_step_of_each(under_way: list[Iterator[None]]) -> None:
+    """Run the buckets under way until their next pause; take out those that are completed."""
+    for steps in list(under_way):
+        try:
+            next(steps)
+        except StopIteration:
+            under_way.remove(steps)
 
 
 def _completed(future: Future[Tensor], buffer: Tensor, levels: Sequence[_Level]) -> Iterator[None]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gradavg._support.means import averages_integers, mean_of_integers
+from lightning_gradavg._support.text import plural
 from lightning_gradavg._training import WeighedTraining
 from lightning_gradavg.batches.part import Batches
 from lightning_gradavg.faults.part import Faults
@@ -52,33 +53,39 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         rule = sharded_rule(reduction, options, ModelParallelStrategy)
         super().__init__(**options)
         self._reduction = Reduction(rule, CommHook(None, None, None))
-        self._batches, self._termination = Batches(), Termination()
+        self._batches = Batches()
         self._faults = Faults(None, buffers=False)  # the ranks hold different shards, and there is nothing to compare
-        self._parts = self._reduction, self._batches, self._faults, self._termination
+        self._termination = Termination()
+        self._parts = (self._reduction, self._batches, self._faults, self._termination)
         self._guard: BypassGuard | None = None
         self._plain = {"reduction": rule.name}
 
     @override
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        if self._trains:
-            run, rule, mesh = self._reduction.run, self._reduction.rule, self.device_mesh
-            manual, window = self._reduction.is_manual, trainer.accumulate_grad_batches
-            gradients = ShardedGradients(rule, run.module, mesh, self.optimizers)
-            if rule == RULES["mean"]:
-                engine: Engine = Stock(gradients, mesh["data_parallel"].size())
-            else:
-                options = sharded_options(rule, gradients, user_ends_windows=manual)
-                windows = OpenWindows(options, gradients)
-                engine = Weighed(windows, PieceGradients(()))
-                self._guard = BypassGuard(gradients.leaves(), rule.name, lambda: windows.are_in_backward)
-            self._reduction.begin(replace(run, places=tuple(gradients.places)), engine)
-            self._termination.configure_ddp(run)
-            rank_zero_info(
-                f"{type(self).__name__}: reduction={rule.name!r}, g = {rule.formula};"
-                f" {mesh['data_parallel'].size()} data-parallel x {mesh['tensor_parallel'].size()} tensor-parallel"
-                f" ranks ({dist.get_backend()}); windows of {window} micro-batch{'es' * (window > 1)}"
-            )
+        if not self._trains:
+            return
+        run, rule, mesh = self._reduction.run, self._reduction.rule, self.device_mesh
+        gradients = ShardedGradients(rule, run.module, mesh, self.optimizers)
+        engine = self._engine(gradients)
+        # `ModelParallelStrategy` wraps no module, and has no moment `configure_ddp`. These two parts need one.
+        self._reduction.begin(replace(run, places=tuple(gradients.places)), engine)
+        self._termination.configure_ddp(run)
+        rank_zero_info(
+            f"{type(self).__name__}: reduction={rule.name!r}, g = {rule.formula};"
+            f" {mesh['data_parallel'].size()} data-parallel x {mesh['tensor_parallel'].size()} tensor-parallel"
+            f" ranks ({dist.get_backend()}); windows of {plural(trainer.accumulate_grad_batches, 'micro-batch')}"
+        )
+
+    def _engine(self, gradients: ShardedGradients) -> Engine:
+        """Return the engine of a run: FSDP2's own average under the plain mean, else windows with a guard."""
+        rule = self._reduction.rule
+        if rule == RULES["mean"]:
+            return Stock(gradients, gradients.data_parallel_size)
+        options = sharded_options(rule, gradients, user_ends_windows=self._reduction.is_manual)
+        windows = OpenWindows(options, gradients)
+        self._guard = BypassGuard(gradients.leaves(), rule.name, lambda: windows.are_in_backward)
+        return Weighed(windows, PieceGradients(()))
 
     @override
     def teardown(self) -> None:
@@ -89,7 +96,7 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        # It gathers the shards.
+        # The engine gathers the shards of all ranks.
         if self._faults.ends_apart():
             return {}
         return super().lightning_module_state_dict()

@@ -1,7 +1,7 @@
 """The strategy that users name: its options, and DDPStrategy's methods in the order in which Lightning calls them.
 
-It hands each of them on to its parts. What one part needs of another is an argument here. Where the order of two parts
-matters, it is that of these calls.
+It hands each of them on to its parts (`_lightning/part.py` has their moments). What one part needs of another is an
+argument here. Where the order of two parts matters, it is that of these calls.
 """
 
 import inspect
@@ -37,6 +37,7 @@ from lightning_gradavg._support.collectives import World
 from lightning_gradavg._support.fingerprint import combined, state_digests
 from lightning_gradavg._support.means import averages, averages_integers, mean_of_integers
 from lightning_gradavg._support.random_state import random_state, restore_random_state
+from lightning_gradavg._support.text import plural
 from lightning_gradavg._training import WeighedTraining
 from lightning_gradavg.batches.part import Batches, SplitBatches
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
@@ -76,6 +77,16 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     `self.manual_backward(loss, weight=n)`. The default is the number of samples in the batch. For loss terms that have
     counts of their own, use `lightning_gradavg.global_mean` under the plain mean. See docs/reduction.md.
 
+    The options stand below in this order:
+
+    - the reduction: `reduction`
+    - the run that this one must equal: `equivalent_to`, `num_replicas`, `split_batches`, `max_device_batch_size`,
+      `reproducible`
+    - the learning rate: `lr_scaling`, `base_batch_size`, `base_world_size`, `lr_warmup_steps`, `allow_recipe_change`
+    - evaluation: `exact_evaluation`
+    - what is checked and logged: `nonfinite`, `check_replicas_every_n_steps`, `log_hyperparams`
+    - options of `DistributedDataParallel` and of Lightning's `DDPStrategy`: all others
+
     Args:
         reduction: The name of a rule, or a function `(place, weight) -> Share`. See `lightning_gradavg.rules`.
         equivalent_to: The run to reproduce on any number of ranks: `"data_parallel"`, that of `nn.DataParallel` on
@@ -90,6 +101,9 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             `equivalent_to`.
         max_device_batch_size: With `split_batches`, the most samples that a rank computes at once. It computes larger
             chunks in pieces, within one step of Lightning, with the same result.
+        reproducible: True to train to the same bits on any number of ranks that divides `num_replicas`, on any nodes.
+            It sets `equivalent_to="data_parallel"`, uses one thread per process and deterministic algorithms, and sums
+            the replicas' gradients in a fixed order. See docs/reproducible.md.
         lr_scaling: How the learning rate follows the ratio of the global batch to the base batch: `"none"`, `"linear"`,
             `"sqrt"`, `"adam_sde"`, or a function of the ratio. See docs/scaling.md.
         base_batch_size: The global batch, in samples, that the learning rate was tuned for.
@@ -99,9 +113,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             error.
         exact_evaluation: True for validation, test and prediction to see each sample exactly once, and to log the
             values of one process. See docs/evaluation.md. The default follows `equivalent_to`.
-        reproducible: True to train to the same bits on any number of ranks that divides `num_replicas`, on any nodes.
-            It sets `equivalent_to="data_parallel"`, uses one thread per process and deterministic algorithms, and sums
-            the replicas' gradients in a fixed order. See docs/reproducible.md.
         nonfinite: What to do if the reduced gradient is NaN or infinite, or `training_step` returns None:
             `"propagate"` steps as stock DDP does, `"raise"` raises on all ranks, `"skip_step"` skips the step on all
             ranks. The latter two wait for the gradients in each step. See docs/faults.md.
@@ -133,7 +144,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         TypeError: If this class or the installed torch does not know an option, or its value has a wrong type.
     """
 
-    _given: dict[str, Any]
+    _given: dict[str, Any]  # the options that the user gave, which `by_keyword` sets
     names: ClassVar = {
         "gradavg": {},
         "gradavg_sum": {"reduction": "sum"},
@@ -157,13 +168,13 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         num_replicas: int | None = None,
         split_batches: bool | None = None,
         max_device_batch_size: int | None = None,
+        reproducible: bool = False,
         lr_scaling: ScalingName | ScaleFunction = "none",
         base_batch_size: int | None = None,
         base_world_size: int = 1,
         lr_warmup_steps: int = 0,
         allow_recipe_change: bool = False,
         exact_evaluation: bool | None = None,
-        reproducible: bool = False,
         nonfinite: NonFiniteName = "propagate",
         check_replicas_every_n_steps: int | None = 1000,
         log_hyperparams: bool = True,
@@ -182,21 +193,41 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_options: Any,
     ) -> None:
+        # All options by name, with defaults. `locals()` holds the arguments alone, as this is the first line.
         given: dict[str, Any] = {**locals(), **ddp_options}
         options = Options.of(given)
-        of_ddp = inspect.signature(DDPStrategy).parameters.keys() & given.keys()
-        super().__init__(**{name: given[name] for name in of_ddp}, **ddp_options)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper,
+            model_averaging_period=model_averaging_period,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            **ddp_options,
+        )
+        self._options = options
+        self._plain = plain(given)
+        self._log_hyperparams = log_hyperparams
         self._ddp_given = options_of_ddp(ddp_options)
-        self._ddp_kwargs = dict(self._ddp_given)
+        self._ddp_kwargs = dict(self._ddp_given)  # what `DDPStrategy._setup_model` passes on
         if gradient_as_bucket_view is None:
             # DDP divides by W where a gradient is a view, and multiplies by 1/W where it is not: other bits.
             gradient_as_bucket_view = options.rule != RULES["mean"] and not reproducible
         if gradient_as_bucket_view:
             self._ddp_kwargs["gradient_as_bucket_view"] = True
-        self._options, self._plain, self._log_hyperparams = options, plain(given), log_hyperparams
+
         self._reports = Reports(options.rule, crosses_ranks=options.replicated, facts=self._facts_of_step)
-        runs_pieces, static = options.replicated or max_device_batch_size, bool(ddp_options.get("static_graph"))
-        self._replicas = (Replicas if runs_pieces else OneForward)(options, static_graph=static)
+        static_graph = bool(ddp_options.get("static_graph"))
+        if options.replicated or max_device_batch_size is not None:
+            self._replicas: OneForward = Replicas(options, static_graph=static_graph)
+        else:
+            self._replicas = OneForward(options, static_graph=static_graph)
         make_tree = None
         if reproducible:
             assert num_replicas is not None
@@ -222,8 +253,8 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         self._evaluation = ExactEvaluation() if options.exact_evaluation else Evaluation()
         # Without replicas DDP's next forward makes buffers equal: after a step they may differ.
         self._faults = Faults(check_replicas_every_n_steps, buffers=options.replicated)
-        self._parts: tuple[Part, ...] = (
-            *([FixedArithmetic()] if reproducible else []),
+
+        parts: list[Part] = [
             self._reduction,
             self._batches,
             self._rates,
@@ -232,18 +263,24 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             self._reports,
             self._faults,
             Termination(),
-        )
+        ]
+        if reproducible:
+            parts.insert(0, FixedArithmetic())  # before any other part computes
+        self._parts = tuple(parts)
+        # Those that answer the moments of evaluation.
         self._evaluating: tuple[Part, ...] = (self._replicas, self._evaluation, self._faults)
 
     def __repr__(self) -> str:
-        defaults = {name: one.default for name, one in inspect.signature(GradAvgStrategy).parameters.items()}
-        # Command lines give every option.
-        given = {name: value for name, value in self._given.items() if value != defaults.get(name, value)}
-        given |= self._ddp_given
+        parameters = inspect.signature(GradAvgStrategy).parameters
+        # Without defaults: command lines give every option.
+        own_options = {name: value for name, value in self._given.items() if name in parameters}
+        changed = {name: value for name, value in own_options.items() if value != parameters[name].default}
+        changed.update(self._ddp_given)
+        options = ", ".join(f"{name}={value!r}" for name, value in changed.items())
         # A Trainer of pytorch_lightning and Fabric quote a strategy by its repr when they refuse it.
         return (
-            f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())}) [a strategy for"
-            " lightning.pytorch.Trainer, of the package `lightning`; for Fabric, lightning_gradavg.fabric has another]"
+            f"{type(self).__name__}({options}) [a strategy for lightning.pytorch.Trainer, of the package `lightning`;"
+            " for Fabric, lightning_gradavg.fabric has another]"
         )
 
     @property
@@ -315,7 +352,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             raise RuntimeError("there is nothing to take a fingerprint of before the Trainer has begun a run")
         world = World.of(None)
         if self._faults.ends_apart():
-            world = World()
+            world = World()  # of this rank alone: the others exchange nothing any more
         drawn: Saved = {"random state": world.from_first(random_state())}
         self._replicas.save(drawn, {})
         return state_digests(self.lightning_module, self.optimizers, drawn)
@@ -323,26 +360,30 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        # Stock multiplies nodes by devices, which is wrong for uneven nodes.
+        # `DDPStrategy` multiplies nodes by devices, which is wrong for uneven nodes.
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @override
     def _configure_launcher(self) -> None:
+        # The Trainer's constructor calls this: what cannot start is refused there.
         super()._configure_launcher()
         require_launch(self, self._given.get("start_method", "popen"))
 
     @override
     def setup_distributed(self) -> None:
         state = random_state()
+        # `DDPStrategy` seeds again here (`reset_seed`), so that all ranks draw the same.
         super().setup_distributed()
         if self._options.split_batches:
-            # Lightning seeds again here, so that all ranks draw the same. Our loaders do that themselves, and a script
-            # goes on drawing as on one device.
+            # Our loaders have all ranks draw the same themselves, and a script goes on drawing as on one device.
             restore_random_state(state)
 
     @override
     def _register_ddp_hooks(self) -> None:
-        """Register the reduction, on CPU, too, where Lightning silently drops a hook."""
+        """Begin a run that trains, with the module wrapped: `DDPStrategy.configure_ddp` calls this last.
+
+        The reduction registers the communication hook, on CPU, too, where Lightning silently drops it.
+        """
         model, module = self.model, self.lightning_module
         assert isinstance(model, DistributedDataParallel)
         assert module is not None
@@ -358,13 +399,14 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        # A loader that a user has processed is none of the run's.
         if self._evaluation.prepares and self._prepares is not None:
             return self._evaluation.process_dataloader(dataloader)
         return super().process_dataloader(dataloader)
 
     @override
     def _process_training_loader(self, loader: object) -> object:
-        size = loader_batch_size(loader)
+        size = loader_batch_size(loader)  # of the user's loader: ours shows the chunks of a rank
         loader = super()._process_training_loader(loader)
         self._rates.add_loader(size)
         return loader
@@ -373,39 +415,45 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         """Begin with the training loaders, which are known now."""
         super().on_train_start()
         rank_zero_info(self._start_line())
-        for logger in self._reduction.run.trainer.loggers if self._log_hyperparams else ():
-            logger.log_hyperparams({f"gradavg/{name}": value for name, value in self._hyperparams().items()})
+        if self._log_hyperparams:
+            for logger in self._reduction.run.trainer.loggers:
+                logger.log_hyperparams(self._hyperparams())
 
     def _hyperparams(self) -> dict[str, Any]:
-        versions = {name: sys.modules[name].__version__ for name in ("lightning_gradavg", "lightning", "torch")}
-        return {
-            "reduction": self._options.rule.name,
-            "global_batch_size": self.global_batch_size,
-            "lr_scale": self.lr_scale,
-            "num_replicas": self._options.shaping_replicas(self.world_size),
-            "world_size": self.world_size,
-            **{f"version/{name}": version for name, version in versions.items()},
+        hyperparams = {
+            "gradavg/reduction": self._options.rule.name,
+            "gradavg/global_batch_size": self.global_batch_size,
+            "gradavg/lr_scale": self.lr_scale,
+            "gradavg/num_replicas": self._options.shaping_replicas(self.world_size),
+            "gradavg/world_size": self.world_size,
         }
+        for package in ("lightning_gradavg", "lightning", "torch"):
+            # By its name, as no module may import `lightning_gradavg`, which imports them all.
+            hyperparams[f"gradavg/version/{package}"] = sys.modules[package].__version__
+        return hyperparams
 
     def _start_line(self) -> str:
-        run, rule, size = self._reduction.run, self._options.rule, self.global_batch_size
-        ranks, nodes, window = len(run.places), run.num_nodes, run.loop.accumulation
+        run = self._reduction.run
+        rule = self._options.rule
+        global_batch = "unknown" if self.global_batch_size is None else self.global_batch_size
+        of_parts = "".join(part.describe() for part in self._parts)
         return (
             f"GradAvgStrategy: reduction={rule.name!r}, g = {rule.formula};"
-            f" {ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)} ({dist.get_backend()});"
-            f" global batch {size or 'unknown'}, windows of {window} micro-batch{'es' * (window > 1)}"
-            f"{''.join(part.describe() for part in self._parts)}"
+            f" {plural(len(run.places), 'rank')} on {plural(run.num_nodes, 'node')} ({dist.get_backend()});"
+            f" global batch {global_batch}, windows of {plural(run.loop.accumulation, 'micro-batch')}{of_parts}"
         )
 
     @override
-    def _begin_batch(self, batch: Any) -> None:
-        # First, so that a checkpoint that an error of the others writes knows which batch is in training.
+    def _begin_batch(self, batch: object) -> None:
+        # The batches come first: an error of another part may write a checkpoint, which must know which batch is in
+        # training.
         super()._begin_batch(batch)
         self._faults.on_train_batch_start()
         self._rates.on_train_batch_start()
 
     @override
     def _run_step(self, forward: Callable[..., Any], *arguments: Any) -> Any:
+        """Run the forwards of a step, one or one per piece, and the backwards of all pieces but the last."""
         self._reduction.observer = None
         if self._reports.observing:
             begins_window = self._reduction.is_at_window_start()
@@ -436,9 +484,12 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         loss, precision, module = self._reduction.pending, self.precision_plugin, self.lightning_module
         assert loss is not None
         assert module is not None
+        # As Lightning does with the last piece's loss: `ClosureResult.from_training_step_output` divides it, and
+        # `MixedPrecision.pre_backward` scales it.
         root = loss.value / module.trainer.accumulate_grad_batches
         scaler = getattr(precision, "scaler", None)
-        root = root if scaler is None else scaler.scale(root)
+        if scaler is not None:
+            root = scaler.scale(root)
         self._reduction.backward(lambda: precision.backward(root, module, None), final=False)
 
     def _facts_of_step(self) -> dict[str, Any]:
@@ -446,15 +497,16 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        step = super().optimizer_step
-        return self._rates.optimizer_step(optimizer, lambda: step(optimizer, *args, **kwargs))
+        step = partial(super().optimizer_step, optimizer, *args, **kwargs)
+        return self._rates.optimizer_step(optimizer, step)
 
     @override
     def on_validation_start(self) -> None:
         for part in self._evaluating:
             part.on_evaluation_start()
 
-    on_test_start = on_predict_start = on_validation_start
+    on_test_start = on_validation_start
+    on_predict_start = on_validation_start
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -469,16 +521,25 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     def reduce(
         self, tensor: Tensor, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
     ) -> Tensor:
-        """Reduce a tensor over the ranks. The mean of integers keeps its decimals, unlike Lightning's."""
+        """Reduce a tensor over the ranks. A collective operation, but where this rank's tensor is returned.
+
+        | case | result |
+        |---|---|
+        | this rank ends apart | its own tensor |
+        | the mean of integers | keeps its decimals, unlike Lightning's |
+        | a mean in a step that some ranks have no samples in | over the ranks that have some |
+        | within an evaluation step that some ranks do not have | its own tensor; an error follows the pass |
+        | any other | as in `DDPStrategy` |
+        """
         if self._faults.ends_apart():
-            return super().reduce(tensor, group, reduce_op)
+            return super().reduce(tensor, group, reduce_op)  # of `Collectives`, which answers locally
         if averages_integers(tensor, reduce_op):
             return mean_of_integers(tensor, lambda wide: self.reduce(wide, group, reduce_op))
         if averages(reduce_op) and self._batches.idle and isinstance(tensor, Tensor):
-            # A mean over the ranks that have samples in the step that runs.
-            ranks = set(dist.get_process_group_ranks(group)) - set(self._batches.idle)
+            ranks_with_samples = set(dist.get_process_group_ranks(group)) - set(self._batches.idle)
             with ours():
-                return super().reduce(self._batches.counted(tensor), group, "sum") / max(len(ranks), 1)
+                total = super().reduce(self._batches.counted(tensor), group, "sum")
+            return total / max(len(ranks_with_samples), 1)
         if group is None and self._evaluation.refuses_reduction():
             return tensor
         return super().reduce(tensor, group, reduce_op)
@@ -486,7 +547,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         if self._faults.ends_apart():
-            return super().all_gather(tensor, group, sync_grads)
+            return super().all_gather(tensor, group, sync_grads)  # of `Collectives`, which answers locally
         require_gather_allowed()
         if self._batches.idle and not is_answered_for():
             raise RuntimeError(refusal("self.all_gather", self._batches.idle))
@@ -500,7 +561,8 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         for part in reversed(self._evaluating):  # as both may replace methods of metrics
             part.on_evaluation_end()
 
-    on_test_end = on_predict_end = on_validation_end
+    on_test_end = on_validation_end
+    on_predict_end = on_validation_end
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -532,6 +594,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Name the rank that failed first."""
-        self._rates.restore_groups()
+        self._rates.restore_groups()  # the optimizers get their base learning rates back
         self._evaluation.explain(exception)
         super().on_exception(exception)

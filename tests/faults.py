@@ -200,7 +200,7 @@ def train(
 
 def train_quickly(**given: Any) -> int:
     """Body: train, where a rank that fails waits a second for the others to do the same."""
-    with mock.patch("lightning_gradavg.faults.last_words._PATIENCE_SECONDS", 1.0):
+    with mock.patch("lightning_gradavg.faults.failure_reports._PATIENCE_SECONDS", 1.0):
         return train(**given)
 
 
@@ -232,7 +232,7 @@ def train_sharded(*, rank: int, callbacks: Sequence[Callback] = (), folder: str)
         default_root_dir=folder,
         callbacks=[*callbacks, keep],
     )
-    with mock.patch("lightning_gradavg.faults.last_words._PATIENCE_SECONDS", 1.0):
+    with mock.patch("lightning_gradavg.faults.failure_reports._PATIENCE_SECONDS", 1.0):
         trainer.fit(Sharded(rank), loader([[1.0, 2.0, 3.0, 4.0]] * 5))
 
 

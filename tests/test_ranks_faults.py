@@ -24,7 +24,7 @@ from toys import Toy, loader
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg._support.collectives import World
-from lightning_gradavg.faults import last_words
+from lightning_gradavg.faults import failure_reports
 from lightning_gradavg.faults.drift import drifted
 
 ONE_EPOCH: dict[str, Any] = {"max_epochs": 1, "use_distributed_sampler": False}
@@ -275,15 +275,15 @@ def test_uneven_nodes_of_torchrun():
 def test_the_rank_that_holds_the_store_leaves_last(monkeypatch):
     """Of three ranks two hear of the third's end; rank 0, however much earlier it has heard, waits for the other."""
     store = dist.HashStore()
-    monkeypatch.setattr(last_words, "store_of_world", lambda: store)
-    monkeypatch.setattr(last_words, "_WAIT_SECONDS", 0.1)
-    first, second, _ = (last_words.LastWords(World(None, rank, 3), 0) for rank in range(3))
+    monkeypatch.setattr(failure_reports, "store_of_world", lambda: store)
+    monkeypatch.setattr(failure_reports, "_WAIT_SECONDS", 0.1)
+    first, second, _ = (failure_reports.FailureReports(World(None, rank, 3), 0) for rank in range(3))
     for rank in (first, second):
-        rank.say(RuntimeError("gloo: connection closed by peer"), 0)
+        rank.report(RuntimeError("gloo: connection closed by peer"), 0)
     with ThreadPoolExecutor() as pool:
-        heard = pool.submit(first.listen)
+        heard = pool.submit(first.read)
         assert {heard} == wait([heard], timeout=0.5).not_done
-        assert "nothing was heard from rank 2: lost, killed or stuck" == second.listen() == heard.result(1)
+        assert "nothing was heard from rank 2: lost, killed or stuck" == second.read() == heard.result(1)
 
 
 class CallsAlone(Callback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest import mock
@@ -30,6 +31,28 @@ class Record:
     x: Any
     name: str = "all"
     made: int = field(default=0, init=False)
+
+
+class Columns(MutableMapping[str, Any]):
+    """A mapping of a user's own, of which `copy.copy` makes another view of the same items."""
+
+    def __init__(self, **items: Any) -> None:
+        self.items_by_name, self.source = items, "disk"
+
+    def __getitem__(self, name: str) -> Any:
+        return self.items_by_name[name]
+
+    def __setitem__(self, name: str, item: Any) -> None:
+        self.items_by_name[name] = item
+
+    def __delitem__(self, name: str) -> None:
+        del self.items_by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_by_name)
+
+    def __len__(self) -> int:
+        return len(self.items_by_name)
 
 
 def plain(batch: Any) -> Any:
@@ -71,6 +94,17 @@ def test_every_structure_is_kept() -> None:
     assert ["b", "c"] == part["names"]
     assert batch["others"] == part["others"]
     assert part["set"] is batch["set"], "as torch.nn.parallel.scatter shares it"
+
+
+def test_slicing_leaves_the_batch_as_it_is() -> None:
+    """Each chunk is cut from the whole batch, also of a mapping whose copies share its items."""
+    batch = Columns(x=torch.arange(4), names=["a", "b", "c", "d"])
+
+    first, last = slice_batch(batch, 0, 1), slice_batch(batch, 2, 4)
+
+    assert [[0], [2, 3], [0, 1, 2, 3]] == [columns["x"].tolist() for columns in (first, last, batch)]
+    assert (["a"], ["c", "d"], "disk") == (first["names"], last["names"], last.source)
+    assert last["x"].untyped_storage().data_ptr() == batch["x"].untyped_storage().data_ptr(), "a view"
 
 
 TO_PAD = r"a PackedSequence cannot be split.*pack_padded_sequence in training"

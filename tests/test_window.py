@@ -254,10 +254,10 @@ def test_a_window_that_is_cut_off_leaves_the_gradients_from_before(rule):
 def test_ranks_choose_a_lift_once():
     """Also if nobody had a weight then: a rank that begins its window anew would ask alone, and wait."""
     loop = Loop()
-    with mock.patch.object(lift, "Tally", wraps=lift.Tally) as tally:
+    with mock.patch.object(lift, "ReducedRow", wraps=lift.ReducedRow) as reduced:
         loop.backward(2.0, 0, last=False)
         loop.first.grad = loop.second.grad = None
         loop.backward(6.0, 3, last=True)
         loop.backward(4.0, 7, last=True)
-    assert 1 == tally.call_count
+    assert 1 == reduced.call_count
     assert (6.0 + 4.0, 6.0 + 4.0) == loop.gradients

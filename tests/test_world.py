@@ -8,7 +8,13 @@ import pytest
 import torch.distributed as dist
 from ranks import on_ranks
 
-from lightning_gradavg._support.collectives import Agreed, Contribution, World, _end, _end_in_order
+from lightning_gradavg._support.collectives import (
+    Agreed,
+    Contribution,
+    World,
+    _end_group,
+    _end_group_before_interpreter,
+)
 from lightning_gradavg._support.place import Place, node_from_environment, places_on_nodes
 
 
@@ -45,13 +51,13 @@ def test_exchanges() -> None:
 @on_ranks()
 def test_a_process_among_others_settles_once_at_its_exit() -> None:
     """Threads of gloo have a moment for what they do with the interpreter, or they may abort the process."""
-    _end_in_order.cache_clear()
+    _end_group_before_interpreter.cache_clear()
     with mock.patch("atexit.register") as register:
         World.of(None)
         World.of(None)
-    register.assert_called_once_with(_end)
+    register.assert_called_once_with(_end_group)
     with mock.patch("time.sleep") as sleep, mock.patch("torch.distributed.destroy_process_group") as destroy:
-        _end()
+        _end_group()
     sleep.assert_called_once_with(0.1)
     destroy.assert_called_once_with()
 

@@ -15,18 +15,20 @@ __all__ = ["Arrival"]
 class Arrival(Callback):
     """Tells the strategy that a training batch arrives, before any callback of the user's, and that its hooks ran.
 
-    The order is `insert` when training begins, for each batch `on_train_batch_start` and `on_train_batch_end`, and
-    `remove` when the run ends. The callback has no state, so checkpoints know nothing of it.
+    The strategy calls `insert` when training begins, and `remove` when the run ends. In between, Lightning calls
+    `on_train_batch_start` and `on_train_batch_end` for each batch. The callback has no state, so checkpoints know
+    nothing of it.
 
-    No method of the strategy tells the same: users may call those, on any rank, for any batch. Its own hook
-    `on_train_batch_start` comes after the user's, which are to see the effective learning rates.
+    No public method of the strategy is this event: users may call those, on any rank, for any batch
+    (`tests/test_ranks_faults.py::test_a_method_that_one_rank_calls_is_no_event`). The strategy's own hook
+    `on_train_batch_start` comes after the user's, and those are to see the effective learning rates.
 
     Args:
         begin: Called with each batch that is trained on.
         end: Called with each batch when it was trained on, or passed over because it is None.
     """
 
-    def __init__(self, begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+    def __init__(self, begin: Callable[[object], None], end: Callable[[object], None]) -> None:
         self._begin = begin
         self._end = end
 

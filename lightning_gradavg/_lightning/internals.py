@@ -1,18 +1,24 @@
 """Every private name of Lightning, torch and torchmetrics that this package touches, each with its reason.
 
-No public interface offers these, read in lightning 2.5.0 and 2.6.6, torch 2.4.0 and 2.13.0, and torchmetrics 1.4.0 and
-1.9.0. No other file may touch one (ruff's SLF001 and PLC2701, `tests/test_tools.py`).
+No public interface offers these. No other file may touch one (ruff's SLF001 and PLC2701, `tests/test_tools.py`). A
+comment `Private:` names what is touched, the releases in which it was read, and what happens if a release drops it:
+
+    L  lightning 2.5.0 and 2.6.6
+    T  torch 2.4.0 and 2.13.0
+    M  torchmetrics 1.4.0 and 1.9.0
+
+Names without an underscore are listed where Lightning documents them nowhere.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from enum import Enum, auto
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,55 +30,25 @@ if TYPE_CHECKING:  # the core, which touches names of torch, works without Light
     from lightning.pytorch.trainer.states import RunningStage
     from torchmetrics import Metric
 
+# Private: `_BatchNorm` (T). Without it the import fails. It is the base of all batch norms, also of SyncBatchNorm.
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+# Private: `torch.utils._python_dispatch` (T). Without it the import fails.
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """Return the backend of one device: `torch.distributed.get_backend` may return `cpu:gloo,cuda:nccl`."""
+    # Private: `ProcessGroup._get_backend` (T). Without it no hook can be chosen for float16 and bfloat16.
     backend: Any = group._get_backend(device)
     return str(backend.name())
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """Return the timeout of a process group, if its backend tells it."""
+    # Private: `ProcessGroup._get_backend` and its `options._timeout` (T). Without the latter, the groups that the hooks
+    # `by_node` make have torch's default timeout instead of the user's.
     options: Any = getattr(group._get_backend(device), "options", None)
     return getattr(options, "_timeout", None)
-
-
-def flushes_static_graph(strategy: Any) -> bool:
-    """Return whether Lightning (since 2.6) starts the reduction of a static graph's first manual backward."""
-    return hasattr(strategy, "_pl_static_graph_delay_done")
-
-
-def syncs_batch_norm(strategy: Any) -> bool:
-    """Return whether `Trainer(sync_batchnorm=True)` is about to convert batch norm."""
-    return strategy._layer_sync is not None
-
-
-def signal_hooks(trainer: Any) -> list[tuple[Any, str]]:
-    """Return where lightning 2.6 agrees on the end of the run, and answers SIGTERM and SLURM's signal; none before."""
-    loop, connector = trainer.fit_loop.epoch_loop, getattr(trainer, "_signal_connector", None)
-    own = ["_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"]
-    methods = [(loop, "_broadcast_sigterm_tensor"), *((connector, name) for name in own)]
-    return methods if all(hasattr(type(owner), name) for owner, name in methods) else []
-
-
-def leave_batch_norm_alone(strategy: Any) -> None:
-    """Have Lightning keep batch norm as it is."""
-    strategy._layer_sync = None
-
-
-SYNC, REDUCTIONS = "_sync_dist", "_reductions"
-"""How a metric of torchmetrics reduces its states over the ranks, and the reduction of each."""
-UPDATES, COMPUTED = "_update_count", "_computed"
-"""How often it was updated, and its last value."""
-
-
-def put_back(metric: Metric, states: Mapping[str, Any], updates: int) -> None:
-    """Give a metric earlier states and number of updates; its `reset` gives it the first ones."""
-    for name, value in {**states, UPDATES: updates, COMPUTED: None}.items():
-        setattr(metric, name, value)
 
 
 _BROADCAST_BYTES = 250 * 2**20  # as DistributedDataParallel broadcasts its buffers
@@ -80,27 +56,111 @@ _BROADCAST_BYTES = 250 * 2**20  # as DistributedDataParallel broadcasts its buff
 
 def broadcast_from_first(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     """Write rank 0's tensors into those of all ranks of a group, in few messages; `broadcast` sends one at a time."""
-    if tensors:
-        of_all: Any = dist.group.WORLD
-        dist._broadcast_coalesced(of_all if group is None else group, list(tensors), _BROADCAST_BYTES, 0)
+    if not tensors:
+        return
+    sharing: Any = dist.group.WORLD if group is None else group
+    # Private: `dist._broadcast_coalesced` (T). Without it buffers are not shared: an AttributeError under replicas.
+    dist._broadcast_coalesced(sharing, list(tensors), _BROADCAST_BYTES, 0)
+
+
+def store_of_world() -> Any:
+    """Return the store that the default process group was made with."""
+    of_all: Any = dist.group.WORLD
+    # Private: `distributed_c10d._world.pg_map` (T). Without it no run of several ranks begins.
+    return dist.distributed_c10d._world.pg_map[of_all][1]
+
+
+def flushes_static_graph(strategy: object) -> bool:
+    """Return whether Lightning (since 2.6) starts the reduction of a static graph's first manual backward."""
+    # Private: `DDPStrategy._pl_static_graph_delay_done` (lightning 2.6.6; not in 2.5.0). Without it such a backward is
+    # left to DDP, as in 2.5.
+    return hasattr(strategy, "_pl_static_graph_delay_done")
+
+
+def syncs_batch_norm(strategy: Any) -> bool:
+    """Return whether `Trainer(sync_batchnorm=True)` is about to convert batch norm."""
+    # Private: `ParallelStrategy._layer_sync` (L). Without it a fit under replicas fails with an AttributeError.
+    return strategy._layer_sync is not None
+
+
+def leave_batch_norm_alone(strategy: Any) -> None:
+    """Have Lightning keep batch norm as it is."""
+    # Private: `ParallelStrategy._layer_sync` (L), which `DDPStrategy.setup` reads.
+    strategy._layer_sync = None
+
+
+class Replaceable(NamedTuple):
+    """A method that may be replaced on an instance."""
+
+    owner: Any
+    name: str
+
+
+class SignalHooks(NamedTuple):
+    """Where Lightning agrees on the end of the run, and answers signals."""
+
+    agreement: Replaceable  # called before every batch
+    on_sigterm: Replaceable
+    on_requeue: Replaceable  # SLURM's signal before it ends a job that is to be queued again
+
+
+def signal_hooks(trainer: Any) -> SignalHooks | None:
+    """Return where Lightning agrees on the end of the run, and answers signals; None before 2.6, where nothing does."""
+    # Private: `Trainer._signal_connector` with `_sigterm_notifier_fn` and `_slurm_sigusr_handler_fn` (L), and
+    # `_TrainingEpochLoop._broadcast_sigterm_tensor` (lightning 2.6.6; not in 2.5.0). Without one of them, Lightning
+    # agrees in its own way: it works, and the host waits once more in every step.
+    connector = getattr(trainer, "_signal_connector", None)
+    hooks = SignalHooks(
+        Replaceable(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"),
+        Replaceable(connector, "_sigterm_notifier_fn"),
+        Replaceable(connector, "_slurm_sigusr_handler_fn"),
+    )
+    for owner, name in hooks:
+        if not hasattr(type(owner), name):
+            return None
+    return hooks
 
 
 def injects_samplers(trainer: Any) -> bool:
     """Return whether Lightning gives every loader a distributed sampler."""
+    # Private: `Trainer._accelerator_connector` (L). Without it a fit that splits batches fails with an AttributeError.
     return bool(trainer._accelerator_connector.use_distributed_sampler)
 
 
 def set_injection_of_samplers(trainer: Any, value: bool) -> None:
     """Have Lightning give the loaders that it prepares next a distributed sampler, or not."""
+    # Private: as above. `_DataConnector._requires_distributed_sampler` reads it for each loader.
     trainer._accelerator_connector.use_distributed_sampler = value
 
 
-def _of_epoch(progress: str) -> property:
-    return property(lambda self: getattr(self._loop.epoch_loop.batch_progress.current, progress))
+def finds_learning_rate(trainer: Any) -> bool:
+    """Return whether Lightning is searching for a learning rate."""
+    # Private: the class `_LRCallback` of `lightning.pytorch.tuner.lr_finder` (L). Without it the rates that the search
+    # tries are multiplied by the factor of `lr_scaling`.
+    return any(type(callback).__name__ == "_LRCallback" for callback in trainer.callbacks)
+
+
+def limited_batches(stage: RunningStage, length: float, limit: float) -> float:
+    """Return how many batches of a loader `limit_*_batches` leaves, or raise Lightning's errors."""
+    # Private: `data_connector._parse_num_batches` (L). Without it exact evaluation fails with an ImportError.
+    # The import stands here because the core works without Lightning.
+    from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches  # noqa: PLC0415
+
+    return _parse_num_batches(stage, length, limit)
+
+
+def start_no_processes(strategy: Any) -> None:
+    """Have a strategy start no processes, even one by name such as "ddp_spawn"."""
+    # Private: `DDPStrategy._start_method` (L). Without it `gradavg verify` would start processes for "ddp_spawn".
+    strategy._start_method = "popen"
 
 
 class TrainingLoop:
-    """What Lightning's training loop reads, and how far it is: a batch does not say which iterator it came from."""
+    """What Lightning's training loop reads, and how far it is: a batch does not say which iterator it came from.
+
+    Progress is public (`fit_loop.epoch_loop.batch_progress`, documented for custom loops); what else is read has a
+    comment.
+    """
 
     def __init__(self, fit_loop: Any) -> None:
         self._loop = fit_loop
@@ -108,68 +168,95 @@ class TrainingLoop:
     @property
     def epoch(self) -> Any:
         """What reads the loaders in this epoch, a new object in each; None before the first."""
+        # Private: `_FitLoop._combined_loader` and `CombinedLoader._iterator` (L). Without the former no run begins.
+        # Without the latter no loader is known to be read by training, and checkpoints do not note how far it is.
         return getattr(self._loop._combined_loader, "_iterator", None)
 
     @property
     def iterators(self) -> list[Any]:
-        """Those of the loaders in this epoch, in order. The shorter of two loaders gets several in turn."""
+        """The iterators of the loaders in this epoch, in order. The shorter of two loaders gets several in turn."""
         return getattr(self.epoch, "iterators", [])
 
-    def epoch_of(self, iterator: Any) -> Any:
+    def epoch_of(self, iterator: object) -> Any:
         """Return the epoch in progress if it reads this iterator; None of one by which a user looks at the data."""
         epoch = self.epoch
-        return epoch if iterator in getattr(epoch, "iterators", ()) else None
+        if iterator in getattr(epoch, "iterators", ()):
+            return epoch
+        return None
 
     @property
     def structure(self) -> Any:
         """The structure of the loaders and their batches: a `TreeSpec` of `torch.utils._pytree`."""
+        # Private: `CombinedLoader._spec` (L). Without it a fit with several split loaders fails.
         return self._loop._combined_loader._spec
 
     @property
     def epoch_ended(self) -> bool:
         """Whether the epoch trains on no further batch, although loaders may have some, or fewer than they said."""
-        return bool(self._loop.epoch_loop._num_ready_batches_reached() or self._loop._data_fetcher.done)
+        # Private: `_TrainingEpochLoop._num_ready_batches_reached` and `_FitLoop._data_fetcher` (L). Without them no
+        # checkpoint of split batches can be written.
+        if self._loop.epoch_loop._num_ready_batches_reached():
+            return True
+        return bool(self._loop._data_fetcher.done)
+
+    @property
+    def ready(self) -> int:
+        """Batches of the epoch that reached training."""
+        return int(self._loop.epoch_loop.batch_progress.current.ready)
+
+    @property
+    def processed(self) -> int:
+        """Batches of the epoch that were trained on."""
+        return int(self._loop.epoch_loop.batch_progress.current.processed)
 
     @property
     def batch_number(self) -> int:
         """The number in its epoch of the batch whose hooks run."""
-        return int(self.ready) - 1
-
-    # Batches of the epoch: those that reached training, and those that were trained on.
-    ready, processed = map(_of_epoch, ("ready", "processed"))
+        return self.ready - 1
 
     @property
     def skips_backward(self) -> bool:
         """Whether training steps run without a backward, as where weight averaging (SWA) updates batch norm."""
+        # Private: `_FitLoop._skip_backward` (L), which SWA sets. Without it every step fails with an AttributeError.
         return bool(self._loop._skip_backward)
 
     @property
     def accumulates(self) -> bool:
         """Whether the window goes on after the batch in training."""
+        # Private: `_FitLoop._should_accumulate` (L). Without it every step fails with an AttributeError.
         return bool(self._loop._should_accumulate())
 
     @property
     def accumulation(self) -> int:
         """Batches per optimizer step. A `GradientAccumulationScheduler` tells the Trainer when the epoch begins."""
         trainer = self._loop.trainer
-        schedules = (each for each in trainer.callbacks if hasattr(each, "get_accumulate_grad_batches"))
-        told = (each.get_accumulate_grad_batches(trainer.current_epoch) for each in schedules)
-        return int(next(told, trainer.accumulate_grad_batches))
+        # The scheduler sets `trainer.accumulate_grad_batches` in `on_train_epoch_start`; this may be asked before.
+        for callback in trainer.callbacks:
+            if hasattr(callback, "get_accumulate_grad_batches"):
+                return int(callback.get_accumulate_grad_batches(trainer.current_epoch))
+        return int(trainer.accumulate_grad_batches)
 
     @property
     def step(self) -> int:
         """Optimizer steps before this one: the step that Lightning's own callbacks log with."""
+        # Private: `_TrainingEpochLoop._batches_that_stepped` (L). Without it the monitor fails.
         return int(self._loop.epoch_loop._batches_that_stepped)
 
     def leave_ended_epoch(self) -> None:
-        """Have a run that is resumed at the last batch of an epoch begin the next one."""
-        epochs, loop = self._loop.epoch_progress.total, self._loop.epoch_loop
+        """Have a run that is resumed at the last batch of an epoch begin the next one.
+
+        Called when training begins, after `_FitLoop.reset`, which has restored the progress of a checkpoint.
+        """
+        epochs = self._loop.epoch_progress.total
+        loop = self._loop.epoch_loop
         if epochs.ready == epochs.processed:
             # Lightning 2.6 ends the epoch in `reset`, but takes itself to be within it: the next one would not count as
             # begun, and another checkpoint would not resume it.
             self._loop.reset_restart_stage()
+        # Private: `_TrainingEpochLoop.restarted_on_train_batch_end` and `reset_restart_stage` (L).
         if loop.batch_progress.is_last_batch and getattr(loop, "restarted_on_train_batch_end", False):
-            # Of loaders without length Lightning would go on counting the batches of the old one.
+            # Of loaders without length Lightning would go on counting the batches of the old one. `reset` does the same
+            # where the number of batches is known.
             loop.batch_progress.increment_completed()
             for progress in (loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
                 progress.reset_on_run()
@@ -180,13 +267,16 @@ class TrainingLoop:
         """Have a resumed epoch go on at a batch, even if it was trained on before."""
         loop = self._loop.epoch_loop
         progress = loop.batch_progress
-        processed, repeats = self.processed, self.ready > self.processed or batch < self.processed
+        processed = self.processed
+        repeats = self.ready > processed or batch < processed
         for name in ("ready", "started", "processed", "completed"):
+            total = getattr(progress.total, name)
             ahead = getattr(progress.current, name) - processed
-            setattr(progress.total, name, getattr(progress.total, name) + batch - processed)
+            setattr(progress.total, name, total + batch - processed)
             setattr(progress.current, name, batch + ahead)
         if repeats and not self.accumulates:
-            # Lightning takes the last batch to have stepped, without having been counted.
+            # Private: `_TrainingEpochLoop._batches_that_stepped` (L). Its `reset` has counted the last batch as one
+            # that stepped, because a checkpoint is written before that is counted.
             loop._batches_that_stepped -= 1
 
 
@@ -201,10 +291,13 @@ class LoaderSetUp:
     def __init__(self, trainer: Any, stage: str) -> None:
         self.stage = stage
         self._loop = _loop_of(trainer, stage)
-        self._before = self._loaders
+        self._identity_before = self._identity()
 
-    @property
-    def _loaders(self) -> tuple[int, int]:
+    def _identity(self) -> tuple[int, int]:
+        """Return what changes when the loop gets its loaders."""
+        # Private: `_combined_loader` of the loops, and `CombinedLoader._flattened` (L). Without the former no run
+        # begins. Without the latter, a loader that a user has processed counts as one of the run's where the user's
+        # own `CombinedLoader` was set up before.
         # A user's own CombinedLoader stays, and gets another list. Until then the loop holds both.
         combined = self._loop._combined_loader
         return id(combined), id(getattr(combined, "_flattened", None))
@@ -212,34 +305,27 @@ class LoaderSetUp:
     @property
     def under_way(self) -> bool:
         """Whether the loop still lacks the loaders: a loader that is processed then is one of them."""
-        return self._loaders == self._before
+        return self._identity() == self._identity_before
 
 
 def _loop_of(trainer: Any, stage: str) -> Any:
+    """Return the loop that reads the loaders of a stage."""
     if stage == "train":
         return trainer.fit_loop
     if stage == "val" and trainer.state.fn == "fit":
         return trainer.fit_loop.epoch_loop.val_loop
-    return {"val": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}[stage]
-
-
-def finds_learning_rate(trainer: Any) -> bool:
-    """Return whether Lightning is searching for a learning rate."""
-    return any(type(callback).__name__ == "_LRCallback" for callback in trainer.callbacks)
-
-
-def limited_batches(stage: RunningStage, length: float, limit: float) -> float:
-    """Return how many batches of a loader `limit_*_batches` leaves, or raise Lightning's errors."""
-    from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches  # noqa: PLC0415  # as above
-
-    return _parse_num_batches(stage, length, limit)
+    loops = {"val": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}
+    return loops[stage]
 
 
 class EvaluationPass:
     """The evaluation loop under way: no hook comes between its last batch and the computation of its results."""
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer, self._loop = trainer, trainer._active_loop
+        # Private: `Trainer._active_loop`, `_combined_loader` of the loops and `CombinedLoader._mode` (L). Without them
+        # exact evaluation fails when a pass begins.
+        self._trainer = trainer
+        self._loop = trainer._active_loop
         combined = self._loop._combined_loader
         self.mode: str = combined._mode
         self.loaders: list[Any] = list(combined.flattened)
@@ -252,46 +338,43 @@ class EvaluationPass:
     @property
     def predictions(self) -> list[list[Any]]:
         """The predictions per loader that the Trainer returns, if any."""
-        return self._loop._predictions if self._loop.return_predictions else []
+        if not self._loop.return_predictions:
+            return []
+        # Private: `_PredictionLoop._predictions` (L). Its public property drops the outer list for a single loader.
+        predictions: list[list[Any]] = self._loop._predictions
+        return predictions
 
     def compute_at_end(self, complete: Callable[[dict[str, Any]], None]) -> None:
         """Compute the results of all loaders at the end, after `complete` got what was logged, by key.
 
         Stock computes each loader's after it, so that ranks without a batch of one compute fewer than the others.
         """
-        loop, connector = self._loop, self._trainer._logger_connector
+        # Private: `_EvaluationLoop.on_run_end`, `_store_dataloader_outputs`, `_results`, `_logged_outputs` and
+        # `Trainer._logger_connector` (L). Without `_store_dataloader_outputs`, results are computed twice; without
+        # another one, exact evaluation fails at the end of a pass.
+        loop = self._loop
+        connector = self._trainer._logger_connector
 
         def end() -> Any:
             complete(loop._results)
             count = loop.num_dataloaders
-            for index in range(count) if count > 1 else (None,):
+            indices: Iterable[int | None] = range(count)
+            if count == 1:
+                indices = [None]  # as Lightning numbers a single loader, whose keys then have no suffix
+            for index in indices:
                 loop._results.dataloader_idx = index
                 loop._logged_outputs.append(connector.update_eval_epoch_metrics())
             _restore(loop)
             return loop.on_run_end()
 
-        loop._store_dataloader_outputs, loop.on_run_end = connector.epoch_end_reached, end
+        loop._store_dataloader_outputs = connector.epoch_end_reached
+        loop.on_run_end = end
 
 
 def _restore(loop: Any) -> None:
+    """Undo `compute_at_end`: the methods of the class show again."""
     for name in ("on_run_end", "_store_dataloader_outputs"):
         vars(loop).pop(name, None)
-
-
-def neutral(entry: _ResultMetric) -> _ResultMetric:
-    """Return what adds nothing to other ranks' values of what was logged. To be sent, it lacks what reduces it."""
-    meta = entry.meta
-    made = type(entry)(replace(meta, _sync=type(meta.sync)(_should=meta.sync.should)), entry.is_tensor)
-    made._update_count = 1
-    vars(made).setdefault("value", None)  # of a metric, whose text is pickled
-    for state in made.metric_state:
-        setattr(made, state, getattr(made, state).to(getattr(entry, state).dtype))
-    return made
-
-
-def reduce_by(entry: _ResultMetric, reduce: Callable[..., Any]) -> None:
-    """Have a value that was sent be reduced as those that were logged; Lightning compares this in the next epoch."""
-    entry.meta.sync = type(entry.meta.sync)(_should=entry.meta.sync.should, fn=reduce)
 
 
 def restore_evaluation_loops(trainer: Any) -> None:
@@ -300,8 +383,53 @@ def restore_evaluation_loops(trainer: Any) -> None:
         _restore(loop)
 
 
+def neutral(entry: _ResultMetric) -> _ResultMetric:
+    """Return what adds nothing to other ranks' values of what was logged. To be sent, it lacks what reduces it."""
+    # Private: `_ResultMetric`, its `meta._sync` and `_update_count` (L, M). Without them exact evaluation fails where a
+    # rank has no batch.
+    meta = entry.meta
+    sync = type(meta.sync)(_should=meta.sync.should)
+    neutral_entry = type(entry)(replace(meta, _sync=sync), entry.is_tensor)
+    neutral_entry._update_count = 1
+    vars(neutral_entry).setdefault("value", None)  # of a metric, whose text is pickled
+    for state in neutral_entry.metric_state:
+        dtype = getattr(entry, state).dtype
+        setattr(neutral_entry, state, getattr(neutral_entry, state).to(dtype))
+    return neutral_entry
+
+
+def reduce_by(entry: _ResultMetric, reduce: Callable[..., Any]) -> None:
+    """Have a value that was sent be reduced as those that were logged; Lightning compares this in the next epoch."""
+    # Private: `_Metadata.sync` (L). Without it a rank without a batch fails in exact evaluation.
+    entry.meta.sync = type(entry.meta.sync)(_should=entry.meta.sync.should, fn=reduce)
+
+
+# Private: `Metric._sync_dist` and `Metric._reductions` (M). Without them exact evaluation fails where a metric is
+# logged.
+SYNC = "_sync_dist"
+"""How a metric of torchmetrics reduces its states over the ranks."""
+REDUCTIONS = "_reductions"
+"""The reduction of each state."""
+# Private: `Metric._update_count` and `Metric._computed` (M). Setting them under another name would do nothing: a
+# stand-in would count as an update, and a restored metric return its last value.
+UPDATES = "_update_count"
+"""How often a metric was updated."""
+COMPUTED = "_computed"
+"""The last value of a metric; None if it is to be computed anew."""
+
+
+def restore_metric(metric: Metric, states: Mapping[str, Any], updates: int) -> None:
+    """Give a metric earlier states and number of updates; its `reset` gives it the first ones."""
+    for name, value in states.items():
+        setattr(metric, name, value)
+    setattr(metric, UPDATES, updates)
+    setattr(metric, COMPUTED, None)
+
+
 def within_notes(batch_sampler: Any, function: Callable[[Any], Any]) -> Any:
     """Return `function` of a batch sampler, inside the wrapper that notes its indices for prediction writers."""
+    # Private: `_IndexBatchSamplerWrapper` and its `_batch_sampler` (L). Without it, prediction writers get no indices
+    # under exact evaluation.
     if type(batch_sampler).__name__ == "_IndexBatchSamplerWrapper":
         return type(batch_sampler)(function(batch_sampler._batch_sampler))
     return function(batch_sampler)
@@ -309,168 +437,44 @@ def within_notes(batch_sampler: Any, function: Callable[[Any], Any]) -> Any:
 
 def cloned(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
     """Return a copy of a `DataLoader` of any subclass with other attributes and without its worker processes."""
+    # Private: `DataLoader._iterator` (T), which holds workers that persist. Without it two loaders read from them.
+    # The constructor of a subclass may take anything, and `DataLoader.__setattr__` refuses a sampler.
     copy = object.__new__(type(loader))
-    copy.__dict__.update({**loader.__dict__, "_iterator": None, **attributes})
+    copy.__dict__.update(loader.__dict__)
+    copy.__dict__["_iterator"] = None
+    copy.__dict__.update(attributes)
     return copy
 
 
 def iterator_of(read: Callable[[Any], Any]) -> property:
     """Return the attribute `_iterator`, through which Lightning shuts down workers, of what stands for `read(self)`."""
-    return property(lambda self: read(self)._iterator, lambda self, value: setattr(read(self), "_iterator", value))
 
+    # Private: `DataLoader._iterator` (T). Lightning looks at it when it resets a `CombinedLoader` (L:
+    # `_shutdown_workers_and_reset_iterator`). Without it workers that persist outlive a run.
+    def get(wrapper: Any) -> Any:
+        return read(wrapper)._iterator
 
-def store_of_world() -> Any:
-    """Return the store that the default process group was made with."""
-    of_all: Any = dist.group.WORLD
-    return dist.distributed_c10d._world.pg_map[of_all][1]
+    def put(wrapper: Any, iterator: Any) -> None:
+        read(wrapper)._iterator = iterator
 
-
-class _AfterBackward:
-    """Queued callbacks of autograd: `ended` after the backward and what others have queued in it, else `failed`.
-
-    The engine drops its queue when a backward, or a callback in the queue, raises. A dropped callback is freed.
-    """
-
-    def __init__(self, ended: Callable[[], None], failed: Callable[[], None]) -> None:
-        self._ended, self._failed, self._has_run, self._is_queued_again = ended, failed, False, False
-
-    def __call__(self) -> None:
-        if not self._is_queued_again:
-            # DDP queued the end of its reduction while the backward ran, and it may raise: behind that.
-            self._is_queued_again = True
-            torch.autograd.Variable._execution_engine.queue_callback(self)
-            return
-        self._has_run = True
-        self._ended()
-
-    def __del__(self) -> None:
-        if not self._has_run:
-            self._failed()
-
-
-def after_backward(ended: Callable[[], None], failed: Callable[[], None]) -> None:
-    """Call `ended` after the backward that runs now and DDP's reduction, or `failed` if one of them raises."""
-    torch.autograd.Variable._execution_engine.queue_callback(_AfterBackward(ended, failed))
-
-
-def parameters_known_to(model: Any) -> int:
-    """Return how many parameters DDP reduces: those that trained when it was made."""
-    return int(model._get_ddp_logging_data()["num_parameter_tensors"])
-
-
-version_of = attrgetter("_version")
-"""Returns how often a tensor was written in place."""
-
-buffers_of = attrgetter("_buffers")
-"""Returns the mapping in which a module keeps its own buffers."""
-
-
-def stored(tensor: Tensor) -> Tensor:
-    """Return the values of a sparse tensor, this rank's part of a DTensor, and any other tensor itself."""
-    if hasattr(tensor, "to_local"):  # torch 2.4 has DTensor elsewhere
-        local: Tensor = tensor.to_local()
-        return local
-    return tensor._values() if tensor.is_sparse else tensor
-
-
-def sharded_modules(module: nn.Module) -> list[Any]:
-    """Return the modules that `fully_shard` was called on. Torch 2.4 and 2.5 have `FSDPModule` here only."""
-    from torch.distributed._composable.fsdp import FSDPModule  # noqa: PLC0415  # slow, and only for sharded models
-
-    return [each for each in module.modules() if isinstance(each, FSDPModule)]
-
-
-def averages_of(module: Any) -> list[tuple[int, float]]:
-    """Return over how many ranks a sharded module sums gradients, and what it divides them by."""
-    state = module._get_fsdp_state()
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    found = []
-    for group in filter(None, groups):
-        sizes = ("shard_mesh_size", "replicate_mesh_size")
-        ranks = math.prod(getattr(group.mesh_info, size, 1) for size in sizes)
-        divisor = getattr(group, "gradient_divide_factor", getattr(group, "reduce_scatter_divide_factor", None))
-        found.append((ranks, divisor or ranks))
-    return found
-
-
-def discard_unsharded_gradients(module: nn.Module) -> None:
-    """Free what backwards without a reduction have accumulated in the unsharded parameters of a sharded model."""
-    for submodule in sharded_modules(module):
-        state = submodule._get_fsdp_state()
-        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-        for group in filter(None, groups):
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                unsharded = getattr(parameter, "_unsharded_param", None)
-                if unsharded is not None:
-                    unsharded.grad = None
-
-
-def buckets_of(tensors: Sequence[Tensor], size: int) -> list[list[Tensor]]:
-    """Return tensors in buckets of one dtype and device and about that many bytes, as DDP cuts them."""
-    if not tensors:
-        return []
-    indices, _ = dist._compute_bucket_assignment_by_size(list(tensors), [size])
-    return [[tensors[index] for index in of_bucket] for of_bucket in indices]
-
-
-def views_of(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the parts of a flat tensor in the shapes of others."""
-    return list(torch._C._nn.unflatten_dense_tensors(flat, list(like)))
-
-
-def copy_each(destinations: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
-    """Copy tensors into others by one kernel. The foreach functions have no public names."""
-    torch._foreach_copy_(list(destinations), list(sources))
-
-
-def scale_each(tensors: Iterable[Tensor], factor: Any) -> None:
-    """Multiply tensors by a number or a 0-dim tensor, by one kernel."""
-    held = list(tensors)
-    if held:
-        torch._foreach_mul_(held, factor)
-
-
-class SyncControl:
-    """What `fabric.no_backward_sync` enters from here on; it notes whether the backward that runs now is `holding`."""
-
-    def __init__(self, strategy: Any) -> None:
-        self._stock, self.holding = strategy._backward_sync_control, False
-        strategy._backward_sync_control = self
-
-    @contextmanager
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:  # Fabric's signature
-        """Enter the stock context if it is enabled: at the end of any other one, Fabric stops the reduction."""
-        with self._stock.no_backward_sync(module, enabled) if enabled else nullcontext():
-            self.holding = enabled
-            try:
-                yield
-            finally:
-                self.holding = False
-
-
-def start_no_processes(strategy: Any) -> None:
-    """Have a strategy start no processes, even one by name such as "ddp_spawn"."""
-    strategy._start_method = "popen"
-
-
-writes_in_place = attrgetter("_schema.is_mutable")
-"""Returns whether an operator of torch changes an argument."""
+    return property(get, put)
 
 
 @contextmanager
 def fetched_here(watch: Callable[[Any], None]) -> Iterator[None]:
     """Have every `DataLoader` load in this process, and call `watch` with the fetcher of every pass that begins."""
-    own = DataLoader._get_iterator
+    # Private: `DataLoader._get_iterator` and `_BaseDataLoaderIter._dataset_fetcher` (T). Without them `gradavg verify`
+    # does not see which samples were read.
+    get_iterator = DataLoader._get_iterator
+    in_this_process = {"num_workers": 0, "timeout": 0, "prefetch_factor": None, "persistent_workers": False}
 
     def begun(loader: Any) -> Any:
-        alone = {"num_workers": 0, "timeout": 0, "prefetch_factor": None, "persistent_workers": False}
-        kept = {name: vars(loader)[name] for name in alone if name in vars(loader)}
-        vars(loader).update(alone)  # past its __setattr__, which refuses
+        before = {name: vars(loader)[name] for name in in_this_process if name in vars(loader)}
+        vars(loader).update(in_this_process)  # past its __setattr__, which refuses
         try:
-            iterator: Any = own(loader)
+            iterator: Any = get_iterator(loader)
         finally:
-            vars(loader).update(kept)
+            vars(loader).update(before)
         if hasattr(iterator, "_dataset_fetcher"):
             watch(iterator._dataset_fetcher)
         return iterator
@@ -479,4 +483,189 @@ def fetched_here(watch: Callable[[Any], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        DataLoader._get_iterator = own  # type: ignore[method-assign]  # put back
+        DataLoader._get_iterator = get_iterator  # type: ignore[method-assign]  # put back
+
+
+class _CallbackState(Enum):
+    """Where an `_AfterBackward` is."""
+
+    QUEUED = auto()  # before DDP's own callback, which ends its reduction
+    QUEUED_AGAIN = auto()  # behind DDP's
+    HAS_RUN = auto()  # `ended` was called
+
+
+class _AfterBackward:
+    """A queued callback of autograd: it calls `ended` after the backward and DDP's reduction, else `failed`.
+
+    | state | autograd calls it | autograd drops it, and it is freed |
+    |---|---|---|
+    | QUEUED | it queues itself again | `failed` |
+    | QUEUED_AGAIN | `ended` | `failed` |
+    | HAS_RUN | | nothing |
+
+    The engine drops its queue when a backward, or a callback in the queue, raises. No exception tells that.
+    """
+
+    def __init__(self, ended: Callable[[], None], failed: Callable[[], None]) -> None:
+        self._ended = ended
+        self._failed = failed
+        self._state = _CallbackState.QUEUED
+
+    def __call__(self) -> None:
+        if self._state is _CallbackState.QUEUED:
+            # DDP queued the end of its reduction while the backward ran, and it may raise: behind that.
+            self._state = _CallbackState.QUEUED_AGAIN
+            torch.autograd.Variable._execution_engine.queue_callback(self)
+            return
+        self._state = _CallbackState.HAS_RUN
+        self._ended()
+
+    def __del__(self) -> None:
+        if self._state is not _CallbackState.HAS_RUN:
+            self._failed()
+
+
+def after_backward(ended: Callable[[], None], failed: Callable[[], None]) -> None:
+    """Call `ended` after the backward that runs now and DDP's reduction, or `failed` if one of them raises."""
+    # Private: `Variable._execution_engine.queue_callback` (T), which DDP and FSDP2 use, too. Without it no backward of
+    # Fabric or `GradAvgReducer` runs under a rule.
+    torch.autograd.Variable._execution_engine.queue_callback(_AfterBackward(ended, failed))
+
+
+def parameters_known_to(model: Any) -> int:
+    """Return how many parameters DDP reduces: those that trained when it was made."""
+    # Private: `DistributedDataParallel._get_ddp_logging_data` (T). Without it no model can be registered.
+    return int(model._get_ddp_logging_data()["num_parameter_tensors"])
+
+
+class SyncControl:
+    """What `fabric.no_backward_sync` enters from here on; it notes whether the backward that runs now is `holding`."""
+
+    def __init__(self, strategy: Any) -> None:
+        # Private: `_backward_sync_control` of Fabric's strategies (L). Without it Fabric enters its own, and every
+        # backward ends a window.
+        self._stock = strategy._backward_sync_control
+        self.holding = False
+        strategy._backward_sync_control = self
+
+    @contextmanager
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:  # Fabric's signature
+        """Enter the stock context if it is enabled: at the end of any other one, Fabric stops the reduction."""
+        self.holding = enabled
+        try:
+            if not enabled:
+                yield
+                return
+            with self._stock.no_backward_sync(module, enabled):
+                yield
+        finally:
+            self.holding = False
+
+
+# Private: `Tensor._version` (T). Without it a change in place is not seen: an AttributeError in the first step.
+version_of = attrgetter("_version")
+"""Returns how often a tensor was written in place."""
+
+# Private: `Module._buffers` (T). Without it buffers cannot be exchanged for those of a replica.
+buffers_of = attrgetter("_buffers")
+"""Returns the mapping in which a module keeps its own buffers."""
+
+# Private: `OpOverload._schema` (T). Without it `gradavg verify` does not see which operators draw in place.
+writes_in_place = attrgetter("_schema.is_mutable")
+"""Returns whether an operator of torch changes an argument."""
+
+
+def stored(tensor: Tensor) -> Tensor:
+    """Return the values of a sparse tensor, this rank's part of a DTensor, and any other tensor itself."""
+    if hasattr(tensor, "to_local"):  # torch 2.4 has DTensor elsewhere
+        local: Tensor = tensor.to_local()
+        return local
+    if tensor.is_sparse:
+        # Private: `Tensor._values` (T). The public `values` refuses a tensor that is not coalesced.
+        return tensor._values()
+    return tensor
+
+
+def buckets_of(tensors: Sequence[Tensor], size: int) -> list[list[Tensor]]:
+    """Return tensors in buckets of one dtype and device and about that many bytes, as DDP cuts them."""
+    if not tensors:
+        return []
+    # Private: `dist._compute_bucket_assignment_by_size` (T). Without it `average_gradients` fails.
+    indices, _ = dist._compute_bucket_assignment_by_size(list(tensors), [size])
+    return [[tensors[index] for index in indices_of_bucket] for indices_of_bucket in indices]
+
+
+def views_of(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parts of a flat tensor in the shapes of others."""
+    # Private: `torch._C._nn.unflatten_dense_tensors` (T). Without it `average_gradients` and `reproducible` fail.
+    return list(torch._C._nn.unflatten_dense_tensors(flat, list(like)))
+
+
+def copy_each(destinations: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    """Copy tensors into others by one kernel. The foreach functions have no public names."""
+    # Private: `torch._foreach_copy_` (T). Without it `average_gradients` and `reproducible` fail.
+    torch._foreach_copy_(list(destinations), list(sources))
+
+
+def scale_each(tensors: Iterable[Tensor], factor: Any) -> None:
+    """Multiply tensors by a number or a 0-dim tensor, by one kernel."""
+    scaled = list(tensors)
+    if scaled:
+        # Private: `torch._foreach_mul_` (T). Without it no rule can multiply gradients.
+        torch._foreach_mul_(scaled, factor)
+
+
+def sharded_modules(module: nn.Module) -> list[Any]:
+    """Return the modules that `fully_shard` was called on."""
+    # Private: `torch.distributed._composable.fsdp` (T). From 2.6 on, the class is public as well.
+    from torch.distributed._composable.fsdp import FSDPModule  # noqa: PLC0415  # slow, and only for sharded models
+
+    return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
+
+
+def _parameter_groups(module: Any) -> list[Any]:
+    """Return the groups of parameters that a sharded module gathers and reduces together."""
+    # Private: `FSDPModule._get_fsdp_state` (T), `FSDPState._fsdp_param_group` (torch 2.4.0) and `_fsdp_param_groups`
+    # (torch 2.13.0). Without them no rule but the plain mean works on shards.
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    if state._fsdp_param_group is None:  # of a module whose parameters are all in other groups
+        return []
+    return [state._fsdp_param_group]
+
+
+class ShardedAverage(NamedTuple):
+    """How a group of parameters averages its gradients."""
+
+    ranks: int  # whose gradients are summed
+    divisor: float  # of the sum
+
+
+def averages_of(module: Any) -> list[ShardedAverage]:
+    """Return over how many ranks a sharded module sums gradients, and what it divides them by."""
+    averages = []
+    for group in _parameter_groups(module):
+        # Private: `FSDPParamGroup.mesh_info` (T). HSDP has both sizes, FSDP the first alone.
+        shards = getattr(group.mesh_info, "shard_mesh_size", 1)
+        copies = getattr(group.mesh_info, "replicate_mesh_size", 1)
+        ranks = shards * copies
+        # Private: `FSDPParamGroup.gradient_divide_factor` (torch 2.13.0), `reduce_scatter_divide_factor` (torch 2.4.0).
+        # Without them a factor that the user sets is not seen, and the gradient of a rule is wrong by it.
+        divisor = getattr(group, "gradient_divide_factor", getattr(group, "reduce_scatter_divide_factor", None))
+        averages.append(ShardedAverage(ranks, ranks if divisor is None else divisor))
+    return averages
+
+
+def discard_unsharded_gradients(module: nn.Module) -> None:
+    """Free what backwards without a reduction have accumulated in the unsharded parameters of a sharded model."""
+    for submodule in sharded_modules(module):
+        for group in _parameter_groups(submodule):
+            for parameter in group.fsdp_params:
+                # Private: `FSDPParam.unsharded_accumulated_grad` and `_unsharded_param` (T). FSDP accumulates in the
+                # first if the reduction has another dtype than the parameters, else in the second. Without them, the
+                # gradients of a window that an exception ended are added to those of the next one.
+                parameter.unsharded_accumulated_grad = None
+                unsharded = getattr(parameter, "_unsharded_param", None)
+                if unsharded is not None:
+                    unsharded.grad = None

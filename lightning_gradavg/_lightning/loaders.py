@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import DistributedSampler
@@ -19,6 +20,7 @@ class Shows:
         self._shown = shown
 
     def __getattr__(self, name: str) -> Any:
+        # Copying and pickling look for special methods before there is an attribute `_shown`.
         if name.startswith("__") or "_shown" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._shown, name)
@@ -27,23 +29,34 @@ class Shows:
 class LoaderWrapper(Shows):
     """Stands in for a user's loader, or for the copy that is read, of which Lightning reads and sets more than batches.
 
-    Of a `shared` one all ranks read the same, so that worker processes must not be seeded by rank.
+    Attributes:
+        loader: The user's loader.
+
+    Args:
+        loader: The user's loader.
+        read: The loader that is read instead: the user's, or a copy.
+        shown: The object whose attributes the wrapper shows.
+        shared: Whether all ranks read the same batches, so that worker processes must not be seeded by rank.
     """
 
     def __init__(self, loader: Any, *, read: Any, shown: Any, shared: bool) -> None:
         super().__init__(shown)
-        self.loader, self._read, self._shared = loader, read, shared
+        self.loader = loader
+        self._read = read
+        self._shared = shared
 
     _iterator = iterator_of(lambda self: self._read)
 
     @property
     def worker_init_fn(self) -> Any:
-        """Run in every worker process. Lightning sets it, to seed workers by the rank."""
+        """Run in every worker process. Lightning sets it, to seed workers by the rank (`_auto_add_worker_init_fn`)."""
         return self._read.worker_init_fn
 
     @worker_init_fn.setter
-    def worker_init_fn(self, function: Any) -> None:
-        self._read.worker_init_fn = _as_on_rank_0(function) if self._shared else function
+    def worker_init_fn(self, function: Callable[..., None] | None) -> None:
+        if self._shared and function is not None:
+            function = _as_on_rank_0(function)
+        self._read.worker_init_fn = function
 
 
 def user_loader(loader: Any) -> Any:
@@ -51,47 +64,59 @@ def user_loader(loader: Any) -> Any:
     return loader.loader if isinstance(loader, LoaderWrapper) else loader
 
 
-def loader_samplers(loader: Any) -> list[Any]:
+def loader_samplers(loader: object) -> list[Any]:
     """Return a loader's samplers, each once, in an order that is the same in every run."""
-    batch_sampler, sampler = (getattr(loader, name, None) for name in ("batch_sampler", "sampler"))
-    found = (batch_sampler, getattr(batch_sampler, "sampler", None), sampler)
-    return list({id(one): one for one in found if one is not None}.values())
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    candidates = (batch_sampler, getattr(batch_sampler, "sampler", None), getattr(loader, "sampler", None))
+    samplers: list[Any] = []
+    for sampler in candidates:
+        is_known = any(sampler is known for known in samplers)  # users may define `==`
+        if sampler is not None and not is_known:
+            samplers.append(sampler)
+    return samplers
 
 
-def loader_parts(loader: Any) -> list[Any]:
+def loader_parts(loader: object) -> list[Any]:
     """Return the loader, its samplers, and its dataset, which may be None."""
     return [loader, *loader_samplers(loader), getattr(loader, "dataset", None)]
 
 
-def is_sharded(loader: Any) -> bool:
+def is_sharded(loader: object) -> bool:
     """Return whether the user declares that every rank reads its own part of the data."""
     return any(getattr(part, "sharded_by_rank", False) for part in loader_parts(loader))
 
 
-def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
+def distributed_sampler(loader: object) -> DistributedSampler[Any] | None:
     """Return the sampler that splits a loader's data over ranks, if any."""
-    samplers = loader_samplers(loader)
-    return next((one for one in samplers if isinstance(one, DistributedSampler) and one.num_replicas > 1), None)
+    for sampler in loader_samplers(loader):
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+            return sampler
+    return None
 
 
-def loader_batch_size(loader: Any) -> int | None:
+def loader_batch_size(loader: object) -> int | None:
     """Return the samples in a batch of a loader, if it tells."""
-    sizes = (getattr(part, "batch_size", None) for part in loader_parts(loader))
-    return next((size for size in sizes if isinstance(size, int)), None)
+    for part in loader_parts(loader):
+        size = getattr(part, "batch_size", None)
+        if isinstance(size, int):
+            return size
+    return None
 
 
 def length_of(loader: Any) -> float:
     """Return the length of a loader; infinity if it tells none."""
     try:
         return len(loader)
-    except (TypeError, NotImplementedError):
+    except (TypeError, NotImplementedError):  # as in Lightning's `sized_len`
         return math.inf
 
 
-def _as_on_rank_0(worker_init_fn: Any) -> Any:
+def _as_on_rank_0(worker_init_fn: Callable[..., None]) -> Callable[..., None]:
     """Return a function that seeds a worker as rank 0's is seeded, where it takes the rank as `rank`."""
     try:
         parameters = inspect.signature(worker_init_fn).parameters
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # a function in C may have no signature
         return worker_init_fn
-    return functools.partial(worker_init_fn, rank=0) if "rank" in parameters else worker_init_fn
+    if "rank" in parameters:
+        return functools.partial(worker_init_fn, rank=0)
+    return worker_init_fn

@@ -1,4 +1,4 @@
-"""Methods of a module that are replaced for a while: a step that runs once per replica, a `log` that says more."""
+"""Methods that are replaced for a while: a step that runs once per replica, a `log` that says more."""
 
 from __future__ import annotations
 
@@ -13,32 +13,37 @@ __all__ = ["logged_as", "replaced"]
 
 
 @contextmanager
-def replaced(module: object, name: str, method: Any) -> Iterator[None]:
-    """Replace a method of a module within the context; a user's method on the instance comes back."""
-    own = vars(module).get(name)
-    setattr(module, name, method)
+def replaced(owner: object, name: str, method: Any) -> Iterator[None]:
+    """Replace a method of a module, or of another object or class, within the context.
+
+    Afterwards the attribute of the owner itself, as a method that a user put on the instance, is restored. If there was
+    none, the one of the class shows again.
+    """
+    before = vars(owner).get(name)
+    setattr(owner, name, method)
     try:
         yield
     finally:
-        delattr(module, name)
-        if own is not None:
-            setattr(module, name, own)
+        delattr(owner, name)
+        if before is not None:
+            setattr(owner, name, before)
 
 
 _LOG = inspect.signature(LightningModule.log)
-_SIGNATURE = _LOG.replace(parameters=list(_LOG.parameters.values())[1:])
+_LOG_OF_INSTANCE = _LOG.replace(parameters=list(_LOG.parameters.values())[1:])  # without `self`
 
 
 def logged_as(
     module: LightningModule, change: Callable[[dict[str, Any]], dict[str, Any] | None]
 ) -> AbstractContextManager[None]:
     """Within the context, give `change` the arguments of `module.log` by name and log what it returns, unless None."""
+    # The instance's, which may be a user's own. It hands on what Lightning's takes.
     log: Callable[..., None] = module.log
 
     def changed(*args: Any, **kwargs: Any) -> None:
-        # A user's own `log` hands on what Lightning's takes.
-        arguments = change(dict(_SIGNATURE.bind(*args, **kwargs).arguments))
-        if arguments is not None:
-            log(**arguments)
+        arguments = _LOG_OF_INSTANCE.bind(*args, **kwargs).arguments
+        changed_arguments = change(dict(arguments))
+        if changed_arguments is not None:
+            log(**changed_arguments)
 
     return replaced(module, "log", changed)

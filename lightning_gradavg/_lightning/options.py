@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -15,70 +14,28 @@ from lightning_gradavg.rules import Rule, resolve_rule, rule_of_split_batches
 
 __all__ = ["PRESETS", "Options", "StrategyFacts", "options_of_ddp", "refuse_unserved"]
 
-PRESETS = _DATA_PARALLEL, _SINGLE_DEVICE = "data_parallel", "single_device"
+_DATA_PARALLEL = "data_parallel"
+_SINGLE_DEVICE = "single_device"
+PRESETS = (_DATA_PARALLEL, _SINGLE_DEVICE)
 """The runs to reproduce, as `equivalent_to` names them."""
 
 _WHOLE_BATCH = ("mean", "weighted_mean", "sum", "normalized_sum")
-
-
-_AGAINST = "{name}={v!r} contradicts equivalent_to={o.preset!r}, "
-_ONE = " Leave one of them out."
-
-
-_REFUSED: Mapping[str, tuple[str, tuple[Any, ...], Callable[[Any], object]]] = {
-    "{name}={v} averages weights instead of reducing gradients. Leave it out, or use"
-    " lightning.pytorch.strategies.DDPStrategy.": ("model_averaging_period", (None,), lambda _: True),
-    "{name}={v!r} reduces gradients over some of the run's ranks, and the rule counts them all. Use"
-    " lightning.pytorch.strategies.DDPStrategy, or average_gradients(group=...) in your own loop.": (
-        "process_group device_mesh",
-        (None,),
-        lambda _: True,
-    ),
-    "{name}={v!r} contradicts reproducible=True, which has replicas on any number of ranks. Use"
-    f" equivalent_to='data_parallel'.{_ONE}": ("equivalent_to", (None, _DATA_PARALLEL), lambda o: o.reproducible),
-    "reproducible=True needs num_replicas, the chunks of each loader batch, got None. Give a number that every"
-    " number of ranks to be used divides, such as num_replicas=8.": (
-        "num_replicas",
-        (),
-        lambda o: o.reproducible and o.num_replicas is None,
-    ),
-    "{name}={v!r} contradicts reproducible=True, which runs one backward for each replica, and reduces in its own"
-    f" order after the last.{_ONE}": (
-        "ddp_comm_hook ddp_comm_wrapper static_graph nonfinite",
-        (None, False, "propagate"),
-        lambda o: o.reproducible,
-    ),
-    "{name}={v} cuts the chunks of split_batches=True, not set here. Set it, or choose the loader's batch_size and"
-    " accumulate_grad_batches yourself.": ("max_device_batch_size num_replicas", (None,), lambda o: not o.splits),
-    "{name}={v} cuts the replicas of num_replicas={o.num_replicas}, each of which is one forward. Raise"
-    " num_replicas, or use torch.utils.checkpoint in the model.": (
-        "max_device_batch_size",
-        (None,),
-        lambda o: o.num_replicas is not None or o.preset == _DATA_PARALLEL,
-    ),
-    f"{_AGAINST}whose gradient is that of the loss over the whole batch. Use one of"
-    f" {', '.join(map(repr, _WHOLE_BATCH))}, or leave equivalent_to out.": (
-        "reduction",
-        _WHOLE_BATCH,
-        lambda o: o.preset,
-    ),
-    f"{_AGAINST}which shares out the loader's batches, evaluates each sample once, and keeps buffers equal.{_ONE}": (
-        "split_batches exact_evaluation broadcast_buffers forward_sync_buffers",
-        (None, True),
-        lambda o: o.preset,
-    ),
-    f"{_AGAINST}which has one replica on any number of ranks. Use equivalent_to='data_parallel'.{_ONE}": (
-        "num_replicas",
-        (None,),
-        lambda o: o.preset == _SINGLE_DEVICE,
-    ),
-}
-"""Messages about refused options: the names of the options, the values that pass, and a predicate of all options."""
+"""The rules under which a run may be that of another number of processes: they know no nodes."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How batches are split and evaluated, and losses reduced: what the constructor's options come to."""
+    """How batches are split and evaluated, and losses reduced: what the constructor's options come to.
+
+    Attributes:
+        rule: The reduction rule; of split batches, the one that counts samples.
+        preset: The run to reproduce, one of `PRESETS`, or None.
+        split_batches: Whether each rank takes its chunk of the loader's batches.
+        num_replicas: Chunks of each loader batch, if the user gave their number.
+        max_device_batch_size: The most samples that a rank computes at once, if the user gave it.
+        reproducible: Whether bits do not depend on the number of ranks.
+        exact_evaluation: Whether evaluation sees each sample once.
+    """
 
     rule: Rule
     preset: str | None
@@ -91,23 +48,33 @@ class Options:
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Options:
         """Return what the constructor's options come to, or raise a ValueError about the first that is refused."""
-        o, rule = SimpleNamespace(**options), resolve_rule(options["reduction"])
-        o.reduction, o.preset = rule.name, o.equivalent_to or (_DATA_PARALLEL if o.reproducible else None)
-        o.splits = bool(o.split_batches or o.preset)
-        for name in ("num_replicas", "max_device_batch_size"):
-            as_count_or_none(name, options[name])
-        for why, (names, accepted, when) in _REFUSED.items():
-            for name, value in ((name, vars(o).get(name)) for name in names.split()):
-                if value not in accepted and when(o):
-                    raise ValueError(why.format(name=name, v=value, o=o))
+        rule = resolve_rule(options["reduction"])
+        num_replicas = as_count_or_none("num_replicas", options["num_replicas"])
+        max_device_batch_size = as_count_or_none("max_device_batch_size", options["max_device_batch_size"])
+        reproducible = bool(options["reproducible"])
+        preset = options["equivalent_to"]
+        if preset is None and reproducible:
+            preset = _DATA_PARALLEL
+        splits = preset is not None or bool(options["split_batches"])
+
+        # The order decides which error a user sees who gives several options that contradict each other.
+        _refuse_other_reductions(options)
+        if reproducible:
+            _refuse_under_reproducible(options)
+        _refuse_cuts(options, preset, splits=splits)
+        if preset is not None:
+            _refuse_under_preset(options, preset, rule)
+
+        if splits:
+            rule = rule_of_split_batches(rule)
         return cls(
-            rule_of_split_batches(rule) if o.splits else rule,
-            o.preset,
-            o.splits,
-            o.num_replicas,
-            o.max_device_batch_size,
-            bool(o.reproducible),
-            o.preset is not None or bool(o.exact_evaluation),
+            rule=rule,
+            preset=preset,
+            split_batches=splits,
+            num_replicas=num_replicas,
+            max_device_batch_size=max_device_batch_size,
+            reproducible=reproducible,
+            exact_evaluation=preset is not None or bool(options["exact_evaluation"]),
         )
 
     @property
@@ -117,7 +84,9 @@ class Options:
 
     def in_pieces(self, world_size: int) -> bool:
         """Return whether a rank may compute its samples in several pieces, one after another."""
-        return self.max_device_batch_size is not None or (self.num_replicas or 0) > world_size
+        if self.max_device_batch_size is not None:
+            return True
+        return self.num_replicas is not None and self.num_replicas > world_size
 
     @property
     def replicated(self) -> bool:
@@ -126,7 +95,93 @@ class Options:
 
     def shaping_replicas(self, world_size: int) -> int | None:
         """Return the chunks of each loader batch with their own batch statistics; None if those are the ranks' own."""
-        return (self.num_replicas or world_size) if self.replicated and not self.one_device else None
+        if self.one_device or not self.replicated:
+            return None
+        return world_size if self.num_replicas is None else self.num_replicas
+
+
+def _refuse_other_reductions(options: Mapping[str, Any]) -> None:
+    """Refuse options of DDP by which something else is reduced than the rule says."""
+    period = options["model_averaging_period"]
+    if period is not None:
+        raise ValueError(
+            f"model_averaging_period={period} averages weights instead of reducing gradients. Leave it out, or use"
+            " lightning.pytorch.strategies.DDPStrategy."
+        )
+    for name in ("process_group", "device_mesh"):
+        value = options.get(name)
+        if value is not None:
+            raise ValueError(
+                f"{name}={value!r} reduces gradients over some of the run's ranks, and the rule counts them all. Use"
+                " lightning.pytorch.strategies.DDPStrategy, or average_gradients(group=...) in your own loop."
+            )
+
+
+def _refuse_under_reproducible(options: Mapping[str, Any]) -> None:
+    """Refuse what contradicts `reproducible=True`."""
+    preset = options["equivalent_to"]
+    if preset not in (None, _DATA_PARALLEL):
+        raise ValueError(
+            f"equivalent_to={preset!r} contradicts reproducible=True, which has replicas on any number of ranks. Use"
+            " equivalent_to='data_parallel'. Leave one of them out."
+        )
+    if options["num_replicas"] is None:
+        raise ValueError(
+            "reproducible=True needs num_replicas, the chunks of each loader batch, got None. Give a number that every"
+            " number of ranks to be used divides, such as num_replicas=8."
+        )
+    allowed_values: Mapping[str, tuple[object, ...]] = {
+        "ddp_comm_hook": (None,),
+        "ddp_comm_wrapper": (None,),
+        "static_graph": (None, False),
+        "nonfinite": ("propagate",),
+    }
+    for name, allowed in allowed_values.items():
+        value = options.get(name)
+        if value not in allowed:
+            raise ValueError(
+                f"{name}={value!r} contradicts reproducible=True, which runs one backward for each replica, and reduces"
+                " in its own order after the last. Leave one of them out."
+            )
+
+
+def _refuse_cuts(options: Mapping[str, Any], preset: str | None, *, splits: bool) -> None:
+    """Refuse cuts of batches that are not split, and cuts of replicas."""
+    for name in ("max_device_batch_size", "num_replicas"):
+        value = options[name]
+        if value is not None and not splits:
+            raise ValueError(
+                f"{name}={value} cuts the chunks of split_batches=True, not set here. Set it, or choose the loader's"
+                " batch_size and accumulate_grad_batches yourself."
+            )
+    most, num_replicas = options["max_device_batch_size"], options["num_replicas"]
+    if most is not None and (num_replicas is not None or preset == _DATA_PARALLEL):
+        raise ValueError(
+            f"max_device_batch_size={most} cuts the replicas of num_replicas={num_replicas}, each of which is one"
+            " forward. Raise num_replicas, or use torch.utils.checkpoint in the model."
+        )
+
+
+def _refuse_under_preset(options: Mapping[str, Any], preset: str, rule: Rule) -> None:
+    """Refuse what contradicts `equivalent_to`."""
+    if rule.name not in _WHOLE_BATCH:
+        raise ValueError(
+            f"reduction={rule.name!r} contradicts equivalent_to={preset!r}, whose gradient is that of the loss over the"
+            f" whole batch. Use one of {', '.join(map(repr, _WHOLE_BATCH))}, or leave equivalent_to out."
+        )
+    for name in ("split_batches", "exact_evaluation", "broadcast_buffers", "forward_sync_buffers"):
+        value = options.get(name)
+        if value not in (None, True):
+            raise ValueError(
+                f"{name}={value!r} contradicts equivalent_to={preset!r}, which shares out the loader's batches,"
+                " evaluates each sample once, and keeps buffers equal. Leave one of them out."
+            )
+    num_replicas = options["num_replicas"]
+    if preset == _SINGLE_DEVICE and num_replicas is not None:
+        raise ValueError(
+            f"num_replicas={num_replicas!r} contradicts equivalent_to={preset!r}, which has one replica on any number"
+            " of ranks. Use equivalent_to='data_parallel'. Leave one of them out."
+        )
 
 
 @dataclass(frozen=True)
@@ -154,12 +209,16 @@ class StrategyFacts:
 
 def refuse_unserved(owner: str, options: Mapping[str, object], *engines: type) -> None:
     """Raise a TypeError about the first option that no constructor of some engines has."""
-    of_engines = [name for engine in engines for name in inspect.signature(engine).parameters]
-    known = [name for name in ["reduction", *of_engines] if name not in {"kwargs", *SET_BY_STRATEGIES}]
+    known = ["reduction"]
+    for engine in engines:
+        for name in inspect.signature(engine).parameters:
+            if name != "kwargs" and name not in SET_BY_STRATEGIES:
+                known.append(name)
     refuse_unknown(owner, options, known)
 
 
 def options_of_ddp(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that DDP has and that differ from its defaults: command lines hand on every default."""
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    return {name: value for name, value in given.items() if name in known and value != known[name].default}
+    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
+    known = {name: value for name, value in given.items() if name in parameters}
+    return {name: value for name, value in known.items() if value != parameters[name].default}

@@ -1,7 +1,21 @@
 """A part of the strategy: one concern, and the moments of a run that it answers.
 
-Moments have the names of Lightning's hooks and come in this order. The strategy calls all parts at every moment, except
-those of a loader, batch or evaluation. Parts do not know each other: it passes what one needs of another.
+Moments have the names of Lightning's hooks. The strategy calls all parts at every moment, in the order of
+`GradAvgStrategy._parts`, except those of a loader, batch or evaluation, which it calls on the parts that answer them.
+Parts do not know each other: the strategy passes what one needs of another.
+
+    load                            of a run that resumes; Lightning reads the checkpoint before it sets up the strategy
+    setup                           of every run: fit, validate, test, predict
+    configure_ddp                   of a run that trains, once its module is wrapped
+        prepare_loaders             before Lightning prepares the loaders of a stage
+        process_dataloader          for each of these loaders
+        on_train_start
+            on_train_batch_start    for each batch
+            on_evaluation_start     of each pass over evaluation loaders, also within training
+            on_evaluation_end
+            save                    of each checkpoint
+        on_train_end
+    teardown                        in reverse order, of the parts whose `setup` returned
 """
 
 from __future__ import annotations
@@ -29,6 +43,10 @@ class Run:
     """What every part is told of a run of the Trainer.
 
     Attributes:
+        trainer: The Trainer that runs.
+        module: The user's module, not wrapped.
+        device: The device of this rank.
+        world: All ranks of the run.
         model: The wrapper that reduces the gradients, if the run trains.
         places: The places of all ranks, in rank order, if the run trains.
     """
@@ -58,7 +76,7 @@ class Run:
 
 
 class Part:
-    """The part that does nothing."""
+    """The part that does nothing. A part overrides the moments that it needs."""
 
     run: Run
 
@@ -90,7 +108,7 @@ class Part:
         """Begin one pass over evaluation loaders, which are set up."""
 
     def on_evaluation_end(self) -> None:
-        """End it, when its results are computed."""
+        """End one pass over evaluation loaders, when its results are computed."""
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
         """Add to what a checkpoint holds."""
@@ -103,4 +121,4 @@ class Part:
         return ""
 
     def teardown(self) -> None:
-        """End a run that began, and put everything back."""
+        """End a run that began, and restore what this part replaced."""

@@ -9,16 +9,18 @@ A dispatch mode sees the collectives of torch, also functional ones and those of
 `training_step` in steps that some rank has no samples of, and in no other. It runs on all ranks: those with samples
 would wait in the collective for the rank that raises.
 
-    refused_in_training_step    around a step, by the strategy
-        training_step           the user's: each collective is an error,
-            ours                but within this, which is around what the package exchanges,
-            answer_for          and after this, by which the user's code asks which ranks have samples
+The order of the calls:
+
+    refused_in_training_step    the strategy enters it around a step
+        training_step           the user's; each collective is an error, except
+            ours                within this context, which the package enters around its own exchanges, and
+            answer_for          after this call, which the strategy makes when the user asks which ranks have samples
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -28,23 +30,32 @@ from torch import nn
 
 from lightning_gradavg._lightning.internals import TorchDispatchMode
 from lightning_gradavg._lightning.methods import replaced
+from lightning_gradavg._support.text import listed_ranks
 
 __all__ = ["answer_for", "is_answered_for", "ours", "refusal", "refused_in_training_step"]
 
 _NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
+"""The namespaces of torch's operators for collectives. The last two are those of functional collectives, which DTensor
+uses (`torch.distributed._functional_collectives`)."""
 _WITHOUT_DATA = frozenset(
     {
-        *("c10d::barrier", "c10d::monitored_barrier_"),
-        # Of a collective that has begun.
-        *("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"),
+        "c10d::barrier",
+        "c10d::monitored_barrier_",
+        # The end of a functional collective, whose begin was looked at.
+        "_c10d_functional::wait_tensor",
+        "_c10d_functional::_wrap_tensor_autograd",
     }
 )
-
-_RANKS_SHOWN = 8
+"""Operators to which a rank brings no samples."""
 
 
 class _Refusal(TorchDispatchMode):
-    """Raises a RuntimeError at a collective, unless it is ours or the user answers for it."""
+    """Raises a RuntimeError at a collective, unless it is ours or the user answers for it.
+
+    Attributes:
+        depth_of_ours: How many contexts of `ours` the process is in; collectives pass within them.
+        is_answered_for: Whether the user has asked which ranks have samples; collectives pass from then on.
+    """
 
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -55,7 +66,9 @@ class _Refusal(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in _NAMESPACES and not self._passes(func, args):
             raise RuntimeError(refusal(func.name(), self._ranks))
-        return func(*args, **(kwargs or {}))
+        if kwargs is None:
+            kwargs = {}
+        return func(*args, **kwargs)
 
     def _passes(self, func: Any, args: Any) -> bool:
         if self.depth_of_ours > 0 or self.is_answered_for:
@@ -67,28 +80,29 @@ class _Refusal(TorchDispatchMode):
         if func.name() in _WITHOUT_DATA:
             return False
         if func.name() == "c10d::broadcast_":
+            # Only the source brings something. It is a rank of the group, and ours are those of the run.
             _, group, source, *_ = args
             return dist.get_global_rank(dist.ProcessGroup.unbox(group), source) in self._ranks
         return True
 
 
 class _Process:
-    """Of the process, not of a thread: a backward within `training_step` runs on threads of autograd."""
+    """The refusal that stands in this process, if any.
+
+    Not of a thread, as a context variable would be: a backward within `training_step` runs on threads of autograd.
+    """
 
     refusal: _Refusal | None = None
 
 
 def refusal(operator: str, ranks: Sequence[int]) -> str:
     """Return why a collective is refused, and what to do instead."""
-    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
-    if len(ranks) > _RANKS_SHOWN:
-        shown += f" and {len(ranks) - _RANKS_SHOWN} more"
-    found = f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"
+    verb = "has" if len(ranks) == 1 else "have"
     return (
-        f"training_step runs the collective {operator}, but {found} no samples in this step, and would bring some that"
-        " must not count. Use lightning_gradavg.gather, to which such a rank brings no rows; give every rank samples of"
-        " each batch, as with drop_last=True; or ask self.trainer.strategy.has_samples on every rank before the"
-        " collective, and bring nothing that counts where it is False."
+        f"training_step runs the collective {operator}, but {listed_ranks(ranks)} {verb} no samples in this step, and"
+        " would bring some that must not count. Use lightning_gradavg.gather, to which such a rank brings no rows; give"
+        " every rank samples of each batch, as with drop_last=True; or ask self.trainer.strategy.has_samples on every"
+        " rank before the collective, and bring nothing that counts where it is False."
     )
 
 
@@ -102,27 +116,31 @@ def refused_in_training_step(module: LightningModule, ranks: Sequence[int], *, w
         watched: Whether to look for collectives on this rank.
     """
     strategy = module.trainer.strategy
-    exchanging: list[tuple[Any, str]] = [
+    exchanging: list[tuple[object, str]] = [
         (LightningModule, "log"),
-        (strategy, "backward"),  # in manual optimization, and so is the next
+        # In manual optimization, training_step calls these two.
+        (strategy, "backward"),
         (strategy, "optimizer_step"),
         (nn.SyncBatchNorm, "forward"),
     ]
+    training_step = _refusing(module.training_step, _Refusal(ranks), watched)
     with ExitStack() as context:
         for owner, name in exchanging:
-            context.enter_context(replaced(owner, name, ours()(getattr(owner, name))))
-        context.enter_context(
-            replaced(module, "training_step", _refusing(module.training_step, _Refusal(ranks), watched))
-        )
+            # A context manager made by `contextmanager` also decorates: each call is in a context of its own.
+            method = ours()(getattr(owner, name))
+            context.enter_context(replaced(owner, name, method))
+        context.enter_context(replaced(module, "training_step", training_step))
         yield
 
 
-def _refusing(training_step: Any, refusal: _Refusal, watched: bool) -> Any:
+def _refusing(training_step: Callable[..., Any], refusal: _Refusal, watched: bool) -> Callable[..., Any]:
     @wraps(training_step)
     def step(*args: Any, **kwargs: Any) -> Any:
         _Process.refusal = refusal
         try:
-            with refusal if watched else nullcontext():
+            if not watched:
+                return training_step(*args, **kwargs)
+            with refusal:
                 return training_step(*args, **kwargs)
         finally:
             _Process.refusal = None

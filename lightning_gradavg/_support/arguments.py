@@ -29,16 +29,22 @@ SET_BY_STRATEGIES = {"self", "module", "device_ids"}
 """Parameters of `DistributedDataParallel` that are no options."""
 
 _PLAIN = {bool, int, float, str, timedelta, types.NoneType}
+"""The types of which `by_keyword` checks values. All others are left to who uses the value."""
 
 
 def by_keyword(constructor: _F) -> _F:
     """Have a constructor refuse positional arguments, unknown names, and values of a wrong plain type.
 
-    The signature stays, for command lines made of it. `_given` holds what was given.
+    The signature stays, because LightningCLI (jsonargparse) makes its command line of it. The attribute `_given` of the
+    new object holds the arguments that were given, without defaults.
     """
-    annotations = {name: one.annotation for name, one in inspect.signature(constructor).parameters.items()}
-    of_ddp = inspect.signature(DistributedDataParallel.__init__).parameters.keys()
-    known = [name for name in [*annotations, *of_ddp] if name not in {"ddp_options", *SET_BY_STRATEGIES}]
+    # Read once, when the class is made. Annotations must be types, so the file of the class has no `from __future__
+    # import annotations`.
+    annotations = {name: parameter.annotation for name, parameter in inspect.signature(constructor).parameters.items()}
+    parameters_of_ddp = inspect.signature(DistributedDataParallel.__init__).parameters
+    # An option of DDP need not stand in the signature of the strategy.
+    no_options = {"ddp_options", *SET_BY_STRATEGIES}
+    known = [name for name in [*annotations, *parameters_of_ddp] if name not in no_options]
 
     @wraps(constructor)
     def checked(self: Any, *positional: Any, **given: Any) -> None:
@@ -49,31 +55,57 @@ def by_keyword(constructor: _F) -> _F:
             )
         refuse_unknown(owner, given, known)
         for name, value in given.items():
-            _require_type(name, value, annotations.get(name, Any))
+            if name in annotations:
+                _require_type(name, value, annotations[name])
         self._given = given
         constructor(self, **given)
 
     return checked  # type: ignore[return-value]  # `wraps` keeps the signature
 
 
-def _require_type(name: str, value: Any, annotation: Any) -> None:
+def _require_type(name: str, value: object, annotation: Any) -> None:
     """Raise an error if an annotation of literals and plain types excludes a value: the string "false" is true."""
-    *alternatives, _ = get_args(Union[annotation, types.EllipsisType])  # noqa: UP007  # of one type, too
-    literals = [value for one in alternatives if get_origin(one) is Literal for value in get_args(one)]
-    plain = tuple(one for one in alternatives if one in _PLAIN)
-    # True is an integer.
-    fits = bool in plain if isinstance(value, bool) else isinstance(value, plain)
-    if fits or value in literals or len(plain) + bool(literals) < len(alternatives):
+    literals: list[object] = []
+    plain: list[type] = []
+    for alternative in _alternatives(annotation):
+        if get_origin(alternative) is Literal:
+            literals.extend(get_args(alternative))
+        elif alternative in _PLAIN:
+            plain.append(alternative)
+        else:
+            return  # such as a function, or a plugin of Lightning's: any value passes here
+    if value in literals or _is_of(value, plain):
         return
     if literals:
-        listed = ", ".join(map(repr, [*literals, *[None] * len(plain)]))
-        raise ValueError(f"{name}={value!r} is not one of {listed}.{did_you_mean(value, literals)}")
-    expected = " or ".join(one.__name__ for one in plain).replace("NoneType", "None")
+        accepted = list(literals)
+        if types.NoneType in plain:
+            accepted.append(None)
+        raise ValueError(
+            f"{name}={value!r} is not one of {', '.join(map(repr, accepted))}.{did_you_mean(value, map(str, literals))}"
+        )
+    expected = " or ".join("None" if kind is types.NoneType else kind.__name__ for kind in plain)
     raise TypeError(f"{name}={value!r} is of type {type(value).__name__}: give {expected}")
 
 
-def as_count(name: str, value: Any, least: int = 1, also: str = "") -> int:
-    """Return the int `value`; ValueError if it is below `least`, TypeError if it is no int, such as a bool."""
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the annotation itself."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return get_args(annotation)
+    return (annotation,)
+
+
+def _is_of(value: object, plain: Sequence[type]) -> bool:
+    """Return whether a value is of one of some types, where a bool counts as no int."""
+    if isinstance(value, bool):  # a subclass of int: num_replicas=True is a mistake
+        return bool in plain
+    return isinstance(value, tuple(plain))
+
+
+def as_count(name: str, value: object, least: int = 1, also: str = "") -> int:
+    """Return the int `value`; ValueError if it is below `least`, TypeError if it is no int, such as a bool.
+
+    `also` ends the sentence about what is accepted, as in ", or None".
+    """
     expected = f"{name} must be an integer >= {least}{also}, got {value!r}"
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{expected} of type {type(value).__name__}.")
@@ -82,9 +114,11 @@ def as_count(name: str, value: Any, least: int = 1, also: str = "") -> int:
     return value
 
 
-def as_count_or_none(name: str, value: Any) -> int | None:
+def as_count_or_none(name: str, value: object) -> int | None:
     """Return the int `value`, or None; raise as `as_count` does for anything else."""
-    return None if value is None else as_count(name, value, also=", or None")
+    if value is None:
+        return None
+    return as_count(name, value, also=", or None")
 
 
 def raise_first(error: type[Exception], refused: Mapping[str, object]) -> None:
@@ -94,16 +128,24 @@ def raise_first(error: type[Exception], refused: Mapping[str, object]) -> None:
 
 
 def refuse_unknown(owner: str, options: Mapping[str, object], known: Sequence[str]) -> None:
-    """Raise a TypeError about the first unknown option."""
-    for name in sorted(options.keys() - {*known}):
+    """Raise a TypeError about the first unknown option, by name."""
+    unknown = sorted(options.keys() - set(known))
+    if unknown:
+        name = unknown[0]
         raise TypeError(f"{name}={options[name]!r} is not an option of {owner}{nearest(name, known)}")
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
-    """Return the sentence that names the known name nearest to a wrong one, with a space before it; "" without one."""
-    return "".join(f" Did you mean {found!r}?" for found in get_close_matches(str(given), list(known), 1))
+    """Return " Did you mean 'mean'?" with the known name nearest to a wrong one; "" if none is near."""
+    matches = get_close_matches(str(given), list(known), 1)
+    if not matches:
+        return ""
+    return f" Did you mean {matches[0]!r}?"
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
     """Return what ends a sentence that refuses a name: the nearest known one, or all of them."""
-    return "." + (did_you_mean(name, known) or f" It has {', '.join(known)}.")
+    suggestion = did_you_mean(name, known)
+    if suggestion:
+        return f".{suggestion}"
+    return f". It has {', '.join(known)}."

@@ -1,17 +1,16 @@
-"""Which state a run is in, in a few characters."""
+"""The fingerprint of a training state: a few characters that depend on every bit of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_gradavg._support.tree import bits, digest, leaves
+from lightning_gradavg._support.tree import bits, digest_of, leaves
 
 __all__ = ["combined", "state_digests"]
 
@@ -25,9 +24,14 @@ def state_digests(
 
     The state is all parameters and buffers, the optimizers' state and options, and further values by name.
     """
-    of_optimizers = (leaves(each.state_dict(), f"optimizer {index}") for index, each in enumerate(optimizers))
-    state = chain(module.named_parameters(), module.named_buffers(), *of_optimizers, further.items())
-    return {name: digest(value, bits, size=_SIZE).hex() for name, value in state}
+    state: list[tuple[str, Any]] = []
+    state.extend(module.named_parameters())
+    state.extend(module.named_buffers())
+    # Beside tensors, such as moments, an optimizer's state dict holds numbers, such as the learning rate.
+    for index, optimizer in enumerate(optimizers):
+        state.extend(leaves(optimizer.state_dict(), f"optimizer {index}"))
+    state.extend(further.items())
+    return {name: digest_of(value, bits, size=_SIZE).hex() for name, value in state}
 
 
 def combined(digests: Mapping[str, str]) -> str:

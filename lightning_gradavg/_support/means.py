@@ -20,12 +20,17 @@ def averages(reduce_op: object) -> bool:
     """Return whether a strategy is asked for a mean: Lightning takes two names and torch's operation."""
     if isinstance(reduce_op, str):
         return reduce_op.lower() in ("mean", "avg")
-    return isinstance(reduce_op, (dist.ReduceOp, dist.ReduceOp.RedOpType)) and reduce_op == dist.ReduceOp.AVG
+    # `ReduceOp.AVG` is of the enum type; an instance of `ReduceOp` compares equal to it.
+    if isinstance(reduce_op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+        return reduce_op == dist.ReduceOp.AVG
+    return False
 
 
 def averages_integers(value: object, reduce_op: object) -> bool:
     """Return whether a strategy is asked for the mean of a tensor of integers or booleans."""
-    if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex():
+    if not isinstance(value, Tensor):
+        return False
+    if value.is_floating_point() or value.is_complex():
         return False
     return averages(reduce_op)
 
@@ -36,6 +41,9 @@ def mean_of_integers(tensor: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tens
     A mean of whole numbers has the type of the tensor, as in Lightning, and so what is divided by it has Lightning's
     bits. A mean with decimals is of float64. The host reads which it is, once per logged name and epoch.
     """
+    # Float64 holds sums of integers exactly up to 2**53.
     mean = reduce(tensor.double())
     whole = mean.to(tensor.dtype)
-    return whole if torch.equal(whole.double(), mean) else mean
+    if torch.equal(whole.double(), mean):
+        return whole
+    return mean

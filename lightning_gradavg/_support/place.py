@@ -11,10 +11,11 @@ __all__ = ["Place", "node_from_environment", "places_on_nodes"]
 
 # torchrun's own variable comes first: its agents may themselves run as tasks of a SLURM job.
 _NODE_VARIABLES = ("GROUP_RANK", "SLURM_NODEID", "NODE_RANK")
+# The ranks on this node, and in all, by launcher. Open MPI, MPICH and Intel MPI name no node.
 _SIZE_VARIABLES = (
-    ("LOCAL_WORLD_SIZE", "WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),  # Open MPI names no node
-    ("MPI_LOCALNRANKS", "PMI_SIZE"),  # neither do MPICH and Intel MPI
+    ("LOCAL_WORLD_SIZE", "WORLD_SIZE"),  # torchrun
+    ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),  # Open MPI
+    ("MPI_LOCALNRANKS", "PMI_SIZE"),  # MPICH and Intel MPI
 )
 
 
@@ -50,8 +51,16 @@ def node_from_environment(environ: Mapping[str, str] = os.environ) -> int:
     Raises:
         ValueError: If none is set although the launcher says that there are other nodes.
     """
-    named = next((environ[name] for name in _NODE_VARIABLES if name in environ), None)
-    sizes = ((environ.get(on_node), environ.get(in_all)) for on_node, in_all in _SIZE_VARIABLES)
-    if named is None and any(None not in pair and pair[0] != pair[1] for pair in sizes):
-        raise ValueError("the launcher does not tell the node: set NODE_RANK to the index of the node, from 0")
-    return int(named or 0)
+    for name in _NODE_VARIABLES:
+        if name in environ:
+            node = environ[name]
+            return int(node) if node else 0  # set to nothing, it is no other node
+    # Nobody names the node. That is node 0, unless there are ranks on other nodes.
+    for name_on_node, name_in_all in _SIZE_VARIABLES:
+        ranks_on_node = environ.get(name_on_node)
+        ranks_in_all = environ.get(name_in_all)
+        if ranks_on_node is None or ranks_in_all is None:
+            continue
+        if ranks_on_node != ranks_in_all:
+            raise ValueError("the launcher does not tell the node: set NODE_RANK to the index of the node, from 0")
+    return 0

@@ -1,6 +1,7 @@
 """Nested values: batches, outputs, and whatever else comes as tensors in dicts, lists, tuples and dataclasses.
 
-`torch.utils._pytree` knows neither arbitrary mappings nor dataclasses, and its private names change.
+A *leaf* is what is no such structure, as a tensor, a number or a `PackedSequence`. `torch.utils._pytree` knows neither
+arbitrary mappings nor dataclasses, and its private names change.
 """
 
 from __future__ import annotations
@@ -9,110 +10,156 @@ import copy
 import dataclasses
 from array import array
 from collections.abc import Callable, Iterator, MutableMapping
-from functools import partial
 from hashlib import blake2b
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["batch_samples", "bits", "data_digest", "digest", "leaves", "mapped", "slice_batch"]
+__all__ = ["batch_samples", "bits", "data_digest", "digest_of", "leaves", "mapped", "slice_batch"]
 
 _PLAIN = (int, float, complex, str, bytes, type(None))
+"""Types whose `repr` is the value. Of other objects it may hold an address, which differs between processes."""
 _HASHED_ELEMENTS = 64
+"""So many elements of a row go into a digest of data: enough to tell samples apart, and few to read."""
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     """Return whether a value is a tensor or an array, without importing NumPy."""
     return hasattr(value, "dtype") and hasattr(value, "shape")
 
 
-class _Opened(NamedTuple):
-    """A structure's items with their places, and what makes the same structure of others."""
-
-    items: list[tuple[str, Any]]
-    made_of: Callable[[list[Any]], Any]
+def _is_sequence(value: object) -> bool:
+    """Return whether a value is a list or tuple of parts. A `PackedSequence` is one whose arrays belong together."""
+    return isinstance(value, (list, tuple)) and not isinstance(value, PackedSequence)
 
 
-def _opened(value: Any) -> _Opened | None:
-    """Return what a nested structure holds; None for a leaf, such as a `PackedSequence`."""
+def _items(value: Any) -> list[tuple[str, Any]] | None:
+    """Return the parts of a structure, each with its place, such as `['image']`, `[0]` or `.name`; None for a leaf."""
     if isinstance(value, MutableMapping):
-        items = [(f"[{key!r}]", item) for key, item in value.items()]
-        return _Opened(items, partial(_copied, value, [*value], type(value).__setitem__))
-    if isinstance(value, (list, tuple)) and not isinstance(value, PackedSequence):
-        return _Opened([(f"[{n}]", item) for n, item in enumerate(value)], getattr(value, "_make", type(value)))
+        return [(f"[{key!r}]", item) for key, item in value.items()]
+    if _is_sequence(value):
+        return [(f"[{index}]", item) for index, item in enumerate(value)]
     if dataclasses.is_dataclass(type(value)):
         names = [field.name for field in dataclasses.fields(value)]
-        items = [(f".{name}", getattr(value, name)) for name in names]
-        return _Opened(items, partial(_copied, value, names, object.__setattr__))  # the class may be frozen
+        return [(f".{name}", getattr(value, name)) for name in names]
     return None
 
 
-def _copied(value: Any, names: list[Any], put: Callable[[Any, Any, Any], None], parts: list[Any]) -> Any:
-    """Return a copy with other parts, and the other attributes."""
+def _with_parts(value: Any, parts: list[Any]) -> Any:
+    """Return a structure of the type of `value` that holds other parts, in the order of `_items`.
+
+    Mappings and dataclasses are copied, so that the result has their other attributes, too.
+    """
+    if isinstance(value, MutableMapping):
+        keys = list(value)
+        copied_mapping = _copied(value)
+        for key, part in zip(keys, parts, strict=True):
+            copied_mapping[key] = part
+        return copied_mapping
+    if _is_sequence(value):
+        # Lists and tuples, and subclasses of them, are made of an iterable; the constructor of a named tuple takes one
+        # argument per field.
+        make = getattr(value, "_make", type(value))
+        return make(parts)
     copied = copy.copy(value)
-    for name, part in zip(names, parts, strict=True):
-        put(copied, name, part)
+    for field, part in zip(dataclasses.fields(value), parts, strict=True):
+        object.__setattr__(copied, field.name, part)  # past the `__setattr__` of a frozen class
     return copied
 
 
-IsLeaf: TypeAlias = Callable[[Any], bool]
+def _copied(mapping: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
+    """Return a copy of a mapping, of which assigning items leaves the mapping as it is."""
+    if isinstance(mapping, dict) or hasattr(mapping, "__copy__"):
+        return copy.copy(mapping)
+    # A plain copy shares the attribute in which a class of a user's keeps its items. A deep copy does not, and shares
+    # the items, because it is told that they are copied already.
+    return copy.deepcopy(mapping, {id(item): item for item in mapping.values()})
+
+
+IsLeaf: TypeAlias = Callable[[object], bool]
 """Whether a structure counts as a leaf."""
 
 
-def _never(_: Any) -> bool:
+def _never(_: object) -> bool:
     return False
 
 
-def leaves(value: Any, label: str = "", *, is_leaf: IsLeaf = _never) -> Iterator[tuple[str, Any]]:
-    """Yield what a nested value holds, in order, each with its place, `label` and then such as `['image'][0]`."""
-    opened = None if is_leaf(value) else _opened(value)
-    if opened is None:
+def leaves(value: object, label: str = "", *, is_leaf: IsLeaf = _never) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a nested value, in order, each with its place: `label` and then such as `['image'][0]`."""
+    items = None if is_leaf(value) else _items(value)
+    if items is None:
         yield label, value
         return
-    for place, item in opened.items:
+    for place, item in items:
         yield from leaves(item, label + place, is_leaf=is_leaf)
 
 
-def mapped(value: Any, function: Callable[[Any], Any], *, is_leaf: IsLeaf = _never) -> Any:
+def mapped(value: object, function: Callable[[Any], Any], *, is_leaf: IsLeaf = _never) -> Any:
     """Return a value of the same structure and types with `function` of each leaf, in the order of `leaves`."""
-    opened = None if is_leaf(value) else _opened(value)
-    if opened is None:
+    items = None if is_leaf(value) else _items(value)
+    if items is None:
         return function(value)
-    return opened.made_of([mapped(item, function, is_leaf=is_leaf) for _, item in opened.items])
+    parts = [mapped(item, function, is_leaf=is_leaf) for _, item in items]
+    return _with_parts(value, parts)
 
 
-def _is_column(value: Any) -> bool:
+def _is_plain_object(value: object) -> bool:
+    """Return whether a value is neither an array nor a structure."""
+    return not _is_array(value) and not isinstance(value, PackedSequence) and _items(value) is None
+
+
+def _is_column(value: object) -> bool:
     """Return whether a value lists one plain object per sample, as `default_collate` lists strings."""
-    lists = isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
-    return lists and not any(_is_array(item) or isinstance(item, PackedSequence) or _opened(item) for item in value)
+    is_named_tuple = hasattr(value, "_fields")
+    if not isinstance(value, (list, tuple)) or is_named_tuple:
+        return False
+    return all(_is_plain_object(item) for item in value)
 
 
 def _rows(leaf: Any) -> int | None:
-    """Return how many samples a leaf holds along dimension 0, if any."""
+    """Return the number of samples that a leaf holds along dimension 0; None if it holds none."""
     if _is_array(leaf):
-        return next(iter(leaf.shape), None)
-    return len(leaf) if _is_column(leaf) else None
+        shape = tuple(leaf.shape)
+        return shape[0] if shape else None
+    if _is_column(leaf):
+        return len(leaf)
+    return None
 
 
-def batch_samples(batch: Any) -> int:
+def batch_samples(batch: object) -> int:
     """Return the samples in a collated batch: dimension 0 of its arrays, else the length of its lists of objects.
 
     Raises:
         ValueError: If there is no such number, or several.
     """
+    # A column counts as a leaf: its length is the number of samples, and its items are none.
     held = [leaf for _, leaf in leaves(batch, is_leaf=_is_column)]
     if any(isinstance(leaf, PackedSequence) for leaf in held):  # it holds the samples step by step
         raise ValueError(
             "a PackedSequence cannot be split. Let collate_fn return the padded sequences and their lengths, and call"
             " pack_padded_sequence in training_step."
         )
-    rows = [(_is_array(leaf), size) for leaf in held if (size := _rows(leaf)) is not None]
-    lengths = {size for of_array, size in rows if of_array} or {size for _, size in rows}
+    lengths_of_arrays = set()
+    lengths_of_columns = set()
+    for leaf in held:
+        rows = _rows(leaf)
+        if rows is None:
+            continue
+        if _is_array(leaf):
+            lengths_of_arrays.add(rows)
+        else:
+            lengths_of_columns.add(rows)
+    # A list beside arrays may be about the batch as a whole.
+    lengths = lengths_of_arrays
+    if not lengths:
+        lengths = lengths_of_columns
     if len(lengths) == 1:
         return lengths.pop()
-    found = f"dimension 0 is {' and '.join(map(str, sorted(lengths)))}" if lengths else "nothing in it has one"
+    found = "nothing in it has one"
+    if lengths:
+        found = f"dimension 0 is {' and '.join(map(str, sorted(lengths)))}"
     raise ValueError(
         f"a batch of type {type(batch).__name__} cannot be split: all its tensors must have the samples along dimension"
         f" 0, but {found}. Have collate_fn, or whatever makes the batch, put them there. Without equivalent_to= and"
@@ -129,53 +176,79 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
     """
     size = batch_samples(batch)
     if (start, stop) == (0, size):
-        return batch
-    return mapped(batch, lambda leaf: leaf[start:stop] if _rows(leaf) == size else leaf, is_leaf=_is_column)
+        return batch  # the user's own object, as in a run that splits nothing
+
+    def sliced(leaf: Any) -> Any:
+        # `batch_samples` lets lists of other lengths pass beside arrays: they are about the batch as a whole.
+        if _rows(leaf) == size:
+            return leaf[start:stop]
+        return leaf
+
+    return mapped(batch, sliced, is_leaf=_is_column)
 
 
 def bits(array: Any) -> memoryview:
     """Return the bytes of the elements of a tensor, of any type, layout and device, or of an array."""
-    flat = torch.as_tensor(array).detach().to_dense().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    tensor = torch.as_tensor(array).detach().to_dense().cpu()
+    # Conjugation and negation of complex tensors are lazy: their bytes are those of the values without them.
+    flat = tensor.resolve_conj().resolve_neg().reshape(-1).contiguous()
     return flat.view(torch.uint8).numpy().data  # as bytes, because NumPy has no bfloat16
 
 
-def data_digest(value: Any) -> bytes:
+def data_digest(value: object) -> bytes:
     """Return 16 bytes that are equal for equal indices, samples or batches, on any rank.
 
     They read the type and shape of an array and the begin of its first and last row; on an accelerator no row, so that
     nobody waits; of an unknown object the type.
     """
-    return digest(value, _ends, size=16)
+    return digest_of(value, _ends, size=16)
 
 
-def digest(value: Any, of_array: Callable[[Any], bytes | memoryview], *, size: int) -> bytes:
+def digest_of(value: object, of_array: Callable[[Any], bytes | memoryview], *, size: int) -> bytes:
     """Return so many bytes that are equal for equal nested values, of whose arrays `of_array` returns what counts."""
-    found = blake2b(digest_size=size)
+    hashed = blake2b(digest_size=size)
     for part in _described(value, of_array):
-        found.update(part)
-    return found.digest()
+        hashed.update(part)
+    return hashed.digest()
 
 
 def _ends(array: Any) -> bytes:
+    """Return the begin of the first and of the last row of an array."""
     if isinstance(array, Tensor) and array.device.type != "cpu":
-        return b""
-    rows = array.reshape(array.shape or (1,))
-    return b"".join(repr(row.reshape(-1)[:_HASHED_ELEMENTS].tolist()).encode() for row in (rows[:1], rows[-1:]))
+        return b""  # reading it would wait for the accelerator
+    shape = array.shape if len(array.shape) > 0 else (1,)
+    rows = array.reshape(shape)
+    found = b""
+    for row in (rows[:1], rows[-1:]):
+        found += repr(row.reshape(-1)[:_HASHED_ELEMENTS].tolist()).encode()
+    return found
 
 
 def _described(value: Any, of_array: Callable[[Any], bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    # Checkpoints hold digests of it.
+    """Yield what a digest reads of a value. Checkpoints hold digests, so this must not change."""
     if _is_array(value):
         yield f"{value.dtype}{tuple(value.shape)}".encode()
         yield of_array(value)
-    elif isinstance(value, _PLAIN):
+        return
+    if isinstance(value, _PLAIN):
         yield f"{value!r};".encode()
-    else:
-        opened = _opened(value)
-        items = [] if opened is None else [item for _, item in opened.items]
-        yield f"{type(value).__qualname__}{len(items)}:".encode()
-        try:
-            yield array("q", items).tobytes()  # indices, the common case, at the speed of C
-        except (TypeError, OverflowError, RuntimeError, ValueError):
-            for item in items:
-                yield from _described(item, of_array)
+        return
+    items_with_places = _items(value)
+    items = []
+    if items_with_places is not None:
+        items = [item for _, item in items_with_places]
+    yield f"{type(value).__qualname__}{len(items)}:".encode()
+    integers = _packed_integers(items)
+    if integers is not None:
+        yield integers
+        return
+    for item in items:
+        yield from _described(item, of_array)
+
+
+def _packed_integers(items: list[Any]) -> bytes | None:
+    """Return integers as bytes, at the speed of C; None if there are other items. Indices are the common case."""
+    try:
+        return array("q", items).tobytes()
+    except (TypeError, OverflowError, RuntimeError, ValueError):  # what items raise that are no integers of 64 bits
+        return None

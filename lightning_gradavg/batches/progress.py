@@ -25,8 +25,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_gradavg._lightning.internals import TrainingLoop
 from lightning_gradavg._lightning.loaders import LoaderWrapper, length_of, user_loader
-from lightning_gradavg._support.collectives import World
-from lightning_gradavg._support.device import Tally
+from lightning_gradavg._support.collectives import ReducedRow, World
 from lightning_gradavg.batches.chunks import Split
 from lightning_gradavg.batches.draws import RunDraws, RunPhase, Sources
 from lightning_gradavg.batches.loader import Pass, SplitLoader
@@ -247,7 +246,7 @@ class FetchRecord(NamedTuple):
     """What is known of a batch of a joined loader."""
 
     has_batch: bool  # whether this rank has one; else it computes its last one again, as a stand-in
-    counts: Tally  # over all ranks: how many have a batch, and how many never had one
+    counts: ReducedRow  # over all ranks: how many have a batch, and how many never had one
 
 
 class JoinedLoader(LoaderWrapper):
@@ -310,7 +309,7 @@ class JoinedLoader(LoaderWrapper):
             # Not the stand-in: it may be another rank's batch, which would be taken for the same data.
             self._same.compare(batch if has_batch else None)
             with torch.profiler.record_function("GradAvg: exchange who has a batch"):
-                counts = Tally([has_batch, self._last is _END], "sum", self._device, self.world.group)
+                counts = ReducedRow([has_batch, self._last is _END], "sum", self._device, self.world.group)
             if is_first or not has_batch:
                 with torch.profiler.record_function("GradAvg: wait for who has a batch"):
                     ranks_with_batch, ranks_without_any = counts.read()

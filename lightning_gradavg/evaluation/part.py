@@ -46,9 +46,10 @@ from lightning_gradavg._lightning.internals import (
 from lightning_gradavg._lightning.loaders import distributed_sampler, is_sharded, length_of, user_loader
 from lightning_gradavg._lightning.methods import replaced
 from lightning_gradavg._lightning.part import Part, Run
-from lightning_gradavg._support.collectives import World, on_ranks
+from lightning_gradavg._support.collectives import World
+from lightning_gradavg._support.text import on_ranks
 from lightning_gradavg.evaluation.dealt import EvaluationLoader, StreamRecord, require_each_once
-from lightning_gradavg.faults.last_words import is_broken_exchange
+from lightning_gradavg.faults.failure_reports import is_broken_exchange
 
 __all__ = ["Evaluation", "ExactEvaluation", "gathers_lists"]
 

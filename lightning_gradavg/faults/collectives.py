@@ -27,10 +27,15 @@ class Collectives(ParallelStrategy):
     When one rank raises, the others wait for it in a collective of training. Callbacks go on on that rank: in
     `on_exception`, `ModelCheckpoint` reduces whether a file exists. Sent to the others, that would be taken for the
     collective that they wait in, or wait for them until the timeout, and hide the error. So the rank answers as if it
-    were alone, and the others hear of its error when it ends.
+    were alone, and the others learn of its error when it ends.
 
-    The order of the calls in a run: `setup_environment` begins it. If it fails, Lightning calls `on_exception` of our
-    callback, of the other callbacks, and of the strategy.
+    The order of the calls in a run (Lightning's `_call_and_handle_interrupt`):
+
+        setup_environment               begins the run
+        Interruption.on_exception       if the run fails; it is the first callback
+        on_exception of all callbacks   their collectives are answered here
+        on_exception                    restores what `Interruption` replaced
+        teardown
     """
 
     _faults: Faults
@@ -45,6 +50,7 @@ class Collectives(ParallelStrategy):
         self._faults.begin(module.trainer)
         if self._interruption is None:
             self._interruption = Interruption(self._faults)
+        # First again, also in a second run of the Trainer, and where a user has put another list of callbacks there.
         callbacks = module.trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         if self._interruption in callbacks:
             callbacks.remove(self._interruption)
@@ -108,16 +114,17 @@ class Collectives(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Name the rank that failed first."""
-        told = self._faults.on_exception(exception)
-        if told is not None:
-            exception.args = (f"{told}.\n{exception}",)
+        reports_of_others = self._faults.on_exception(exception)
+        if reports_of_others is not None:
+            exception.args = (f"{reports_of_others}.\n{exception}",)
         if self._interruption is not None:
             self._interruption.restore()
-        # Not Lightning's: it replaces what DDP says of unused parameters by the name of another strategy.
+        # Not `DDPStrategy.on_exception`, which replaces what DDP says of unused parameters by the name of another
+        # strategy.
 
 
 class Interruption(Callback):
-    """Hears of an exception before all other callbacks, as the first in the Trainer's list."""
+    """Notes an exception before all other callbacks, as the first in the Trainer's list."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
@@ -129,13 +136,15 @@ class Interruption(Callback):
         self._faults.interrupt(exception)
         for module in pl_module.modules():
             if isinstance(module, Metric):
-                # It gathers its states past the strategy: also as `trainer.callback_metrics`, which are computed anew.
+                # A metric gathers its states past the strategy, also as one of `trainer.callback_metrics`, which are
+                # computed anew.
                 available = self._unless_apart(module.distributed_available_fn)
                 self._replaced.enter_context(replaced(module, "distributed_available_fn", available))
-        checkpoints = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-        for checkpoint in checkpoints:
-            # It would replace the link to the last checkpoint by one to a file that no rank writes.
-            # `save_on_exception` came with lightning 2.6.
+        for checkpoint in trainer.checkpoint_callbacks:
+            if not isinstance(checkpoint, ModelCheckpoint):
+                continue
+            # With `save_last="link"` it would replace the link to the last checkpoint by one to a file that no rank
+            # writes. `save_on_exception` came with lightning 2.6.
             if getattr(checkpoint, "save_on_exception", False) and self._faults.ends_apart():
                 self._replaced.enter_context(replaced(checkpoint, "save_on_exception", False))
 
@@ -146,5 +155,5 @@ class Interruption(Callback):
         return available_and_together
 
     def restore(self) -> None:
-        """Put back what `on_exception` replaced, when all callbacks have been called."""
+        """Restore what `on_exception` replaced, when all callbacks have been called."""
         self._replaced.close()

@@ -3,38 +3,75 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gradavg._support.collectives import World, on_ranks
+from lightning_gradavg._support.collectives import World
+from lightning_gradavg._support.text import on_ranks
 from lightning_gradavg._support.tree import data_digest
 
-__all__ = ["Drift", "SameData", "drifted", "require_replicas"]
+__all__ = ["Drift", "Drifted", "SameData", "drifted", "require_replicas"]
 
-_PART, _ODD = 2**16, 6364136223846793005  # elements at once; Knuth's multiplier, which tells parts apart
+_PART = 2**16  # elements at once
+_MULTIPLIER = 6364136223846793005  # Knuth's, odd, by which equal parts at different places count differently
 
 
-def drifted(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, list[int]] | None:
-    """Return the first tensor whose bits differ between ranks, and the ranks in the minority; the same on all ranks.
+class Drifted(NamedTuple):
+    """A tensor whose bits differ between ranks."""
+
+    name: str
+    ranks: list[int]  # those in the minority
+
+
+def drifted(tensors: Iterable[tuple[str, Tensor]]) -> Drifted | None:
+    """Return the first tensor whose bits differ between ranks; the same on all ranks.
 
     It sums each tensor's bits as integers, times numbers that tell places apart: a change of one element always changes
     the sum, no order of additions does. A collective operation, of an integer per tensor.
     """
     named = list(tensors)
     with torch.profiler.record_function("GradAvg: compare replicas"):
-        sums = [_sum_of_bits(tensor.detach()).to(named[0][1].device) for _, tensor in named]
-        of_ranks = World.of(None).gather_integers(torch.stack(sums).tolist() if sums else [])
-    for (name, _), held in zip(named, zip(*of_ranks, strict=True), strict=True):
-        usual = max(held, key=held.count)
-        if found := [rank for rank, one in enumerate(held) if one != usual]:
-            return name, found
+        of_ranks = World.of(None).gather_integers(_sums_of_bits(named))
+    for (name, _), sums_of_ranks in zip(named, zip(*of_ranks, strict=True), strict=True):
+        # The sum of most ranks; of several that are equally frequent, that of the lowest rank.
+        usual = max(sums_of_ranks, key=sums_of_ranks.count)
+        minority = [rank for rank, of_rank in enumerate(sums_of_ranks) if of_rank != usual]
+        if minority:
+            return Drifted(name, minority)
     return None
 
+
+def _sums_of_bits(named: Sequence[tuple[str, Tensor]]) -> list[int]:
+    """Return an integer per tensor. The host waits for an accelerator once."""
+    if not named:
+        return []
+    device = named[0][1].device
+    sums = [_sum_of_bits(tensor.detach()).to(device) for _, tensor in named]
+    return torch.stack(sums).tolist()
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    """Return an integer that depends on each bit of a tensor, and on the places of its elements."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    integers = tensor.view(_INTEGER_OF_SIZE[tensor.element_size()])
+    places = torch.arange(1, 2 * _PART, 2, device=tensor.device)  # odd: no bit of an element is shifted out of the sum
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in integers.flatten().split(_PART):
+        bits = part.long()
+        # Differences of places are even, so a sign that only the highest bit holds would move unseen.
+        mixed = bits ^ ((bits >> 32) & 0xFFFFFFFF)
+        total = total * _MULTIPLIER + (mixed * places[: len(bits)]).sum()
+    return total
+
+
+_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integers whose elements have so many bytes."""
 
 _LEFT_OUT = "If a backward leaves out parameters, as in a GAN, pass find_unused_parameters=True."
 
@@ -109,46 +146,43 @@ def require_replicas(tensors: Iterable[tuple[str, Tensor]], done: str, drift_of:
     """
     found = drifted(tensors)
     if found is not None:
-        name, ranks = found
         raise RuntimeError(
-            f"the ranks drifted apart: after {done} {name} is not the same on all of them: another one is"
-            f" {on_ranks(ranks)}. {drift_of(name).causes()}"
+            f"the ranks drifted apart: after {done} {found.name} is not the same on all of them: another one is"
+            f" {on_ranks(found.ranks)}. {drift_of(found.name).causes()}"
         )
-
-
-def _sum_of_bits(tensor: Tensor) -> Tensor:
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    tensor = tensor.view(getattr(torch, f"int{8 * tensor.element_size()}"))
-    places = torch.arange(1, 2 * _PART, 2, device=tensor.device)  # odd: no bit of an element is shifted out of the sum
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in tensor.flatten().split(_PART):
-        bits = part.long()
-        # Differences of places are even, so a sign that only the highest bit holds would move unseen.
-        mixed = bits ^ ((bits >> 32) & 0xFFFFFFFF)
-        total = total * _ODD + (mixed * places[: len(bits)]).sum()
-    return total
 
 
 class SameData:
     """Warns if all ranks read the same batches: two different ones that are equal everywhere are no chance.
 
-    `left` batches are still to be compared: one more than two, for data that are constant.
+    It compares three batches: one more than two, for data that are constant.
+
+    Attributes:
+        left: How many batches are still to be compared; 0 when it is decided, too.
+
+    Args:
+        batches: What the warning calls the batches, such as "training batches".
+        compares: Whether to compare any.
     """
 
     def __init__(self, batches: str, *, compares: bool = True) -> None:
-        self.left, self._batches, self._same = 3 * compares, batches, set[tuple[int, ...]]()
+        self.left = 3 if compares else 0
+        self._batches = batches
+        self._digests_seen = set[tuple[int, ...]]()
 
-    def compare(self, batch: Any | None) -> None:
+    def compare(self, batch: object | None) -> None:
         """Compare a batch of each rank, None where it has none, which equals no other. A collective operation."""
         if self.left == 0:
             return
         self.left -= 1
-        mine = [-dist.get_rank(), 0] if batch is None else _as_integers(data_digest(batch))
+        local_digest = [-dist.get_rank(), 0]  # of no batch
+        if batch is not None:
+            local_digest = _as_integers(data_digest(batch))
         # As numbers: they travel within a step, where a pickle would take ten times as long.
-        digests = {tuple(of_rank) for of_rank in World.of(None).gather_integers(mine)}
-        self._same |= digests
-        if len(self._same) == 1:
-            return
+        digests = {tuple(of_rank) for of_rank in World.of(None).gather_integers(local_digest)}
+        self._digests_seen |= digests
+        if len(self._digests_seen) == 1:
+            return  # the ranks have the same batch, but so far every batch was that one
         self.left = 0
         if dist.get_rank() == 0 and len(digests) == 1:
             warnings.warn(

@@ -1,11 +1,13 @@
-"""The faults that a run is watched for while it trains."""
+"""The faults that a run is watched for: ranks that fail, and replicas that differ."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Iterator
+from enum import Enum, auto
 from itertools import count
+from typing import NamedTuple
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
@@ -15,14 +17,31 @@ from lightning_gradavg._lightning.part import Part, Run
 from lightning_gradavg._support.arguments import as_count_or_none
 from lightning_gradavg._support.collectives import Contribution, World
 from lightning_gradavg.faults.drift import Drift, require_replicas
-from lightning_gradavg.faults.last_words import LastWords, is_broken_exchange
+from lightning_gradavg.faults.failure_reports import FailureReports, is_broken_exchange
 
 __all__ = ["Faults"]
 
 _log = logging.getLogger(__name__)
 
 _RUNS = count()
-"""Numbers the runs of this process, so that nobody hears what was said in an earlier one."""
+"""Numbers the runs of this process, so that nobody reads what was reported in an earlier one."""
+
+
+class _Ending(Enum):
+    """How a run ends on this rank; `Faults` has the table."""
+
+    NONE = auto()
+    INTERRUPTED = auto()
+    TOGETHER = auto()
+    APART = auto()
+
+
+class _Done(NamedTuple):
+    """What the run has done."""
+
+    number: int
+    unit: str
+    early: int  # changes where a comparison is due before `every` of them
 
 
 class Faults(Part):
@@ -32,27 +51,45 @@ class Faults(Part):
     every epoch, and every so many steps; never if `every` is None. In manual optimization, where it is easy to step on
     gradients that nobody reduced, it counts batches instead, as ranks may step at different times, and compares after
     1, 2, 4, 8, ... of them, too.
+
+    The ending of a run:
+
+    | state | the run | `ends_apart` |
+    |---|---|---|
+    | NONE | goes on, or ended without an exception; `begin` leads here | False |
+    | INTERRUPTED | ended by an exception (`interrupt`), and nobody has asked about the others | asks: one of the next |
+    | TOGETHER | all ranks ended by such an exception at the same step | False |
+    | APART | the other ranks did not end with this one | True |
+
+    Args:
+        every: Optimizer steps between two comparisons, or None for no comparison at all.
+        buffers: Whether buffers are compared, too.
     """
 
     def __init__(self, every: int | None, *, buffers: bool) -> None:
-        self._every = as_count_or_none("check_replicas_every_n_steps", every) or math.inf
+        every = as_count_or_none("check_replicas_every_n_steps", every)
+        self._every: float = math.inf if every is None else every
         self._buffers = buffers
-        self._last_words: LastWords | None = None
-        self._error: BaseException | None = None
-        self._apart: bool | None = None
+        self._reports: FailureReports | None = None  # of a run of several processes
+        self._ending = _Ending.NONE
+        self._error: BaseException | None = None  # that interrupted the run
 
     def begin(self, trainer: Trainer) -> None:
-        """Begin a run, in which ranks hear of each other's errors. Nothing failed yet, and no hook was called."""
+        """Begin a run, in which ranks learn of each other's errors. Nothing failed yet, and no hook was called.
+
+        `Collectives.setup_environment` calls this, before `setup`: a hook of the user's may fail in between.
+        """
         self._trainer = trainer
+        self._ending = _Ending.NONE
         self._error = None
-        self._apart = None
         if dist.is_initialized():
-            self._last_words = LastWords(World.of(None), next(_RUNS))
+            self._reports = FailureReports(World.of(None), next(_RUNS))
 
     def setup(self, run: Run) -> None:
         """Begin to compare the replicas of a run."""
         super().setup(run)
-        self._batches, self._compares_buffers = 0, self._buffers
+        self._batches = 0
+        self._compares_buffers = self._buffers
 
     def configure_ddp(self, run: Run) -> None:
         """Begin a run that trains, and remember the parameters that DDP knows."""
@@ -61,7 +98,8 @@ class Faults(Part):
 
     def interrupt(self, exception: BaseException) -> None:
         """Note the exception that ends the run. It stays noted until the next run begins, for what is called after."""
-        if self._error is None:
+        if self._ending is _Ending.NONE:
+            self._ending = _Ending.INTERRUPTED
             self._error = exception
 
     def ends_apart(self) -> bool:
@@ -69,57 +107,66 @@ class Faults(Part):
 
         The first call of an interrupted run waits some seconds for the others to tell how they end.
         """
-        if self._last_words is None or self._error is None:
+        if self._reports is None:
             return False
-        if self._apart is None:
-            self._apart = not self._last_words.ends_equal(self._error, self._trainer.global_step)
-            if self._apart:
+        if self._ending is _Ending.INTERRUPTED:
+            assert self._error is not None
+            if self._reports.ends_equal(self._error, self._trainer.global_step):
+                self._ending = _Ending.TOGETHER
+            else:
+                self._ending = _Ending.APART
                 _log.warning(
                     "rank %d ends, and the other ranks do not end with it: it exchanges nothing with them any more,"
                     " and writes no checkpoint",
                     dist.get_rank(),
                 )
-        return self._apart
+        return self._ending is _Ending.APART
 
     def on_exception(self, exception: BaseException) -> str | None:
-        """Tell the other ranks; return what they tell if an exchange with them broke. The first to fail logs a line."""
-        if self._last_words is None:
+        """Report an exception; return what the others report if an exchange with them broke. The first logs a line."""
+        if self._reports is None:
             return None
         self.interrupt(exception)
-        first = self._last_words.say(exception, self._trainer.global_step)
-        told = self._last_words.listen() if is_broken_exchange(exception) else None
-        if first:
-            line = f"rank {dist.get_rank()} ended with {type(exception).__name__}: {exception}".partition("\n")[0]
-            _log.error("GradAvgStrategy: %s", told or line)
-        return told
+        is_first = self._reports.report(exception, self._trainer.global_step)
+        reports_of_others = None
+        if is_broken_exchange(exception):
+            reports_of_others = self._reports.read()
+        if is_first:
+            line = reports_of_others
+            if line is None:
+                text = f"rank {dist.get_rank()} ended with {type(exception).__name__}: {exception}"
+                line, _, _ = text.partition("\n")
+            _log.error("GradAvgStrategy: %s", line)
+        return reports_of_others
 
     def on_train_start(self) -> None:
         """Compare the progress and the replicas that a checkpoint or the user has set, or raise on all ranks."""
         trainer = self.run.trainer
-        begins = [f"training begins after {trainer.global_step} steps and {trainer.current_epoch} epochs"]
+        progress = [f"training begins after {trainer.global_step} steps and {trainer.current_epoch} epochs"]
         refusal = "the ranks resume from different checkpoints (give them one ckpt_path in a folder that all nodes see)"
-        self.run.world.agree(refusal, lambda: Contribution(begins), RuntimeError)
+        self.run.world.agree(refusal, lambda: Contribution(progress), RuntimeError)
         self._check()
 
     def on_train_batch_start(self) -> None:
         """Compare the replicas after an epoch, and when they are due."""
-        if self._moment != self._checked:
+        if self._moment != self._checked_moment:
             self._check()
         self._batches += 1
         self._compares_buffers = self._buffers
 
     @property
-    def _done(self) -> tuple[int, str, int]:
-        """What was done, in which unit, and what changes where a comparison is due early."""
+    def _done(self) -> _Done:
+        """What was done so far: optimizer steps, or batches in manual optimization."""
         if self.run.module.automatic_optimization:
-            return self.run.trainer.global_step, "optimizer steps", 0
-        return self._batches, "batch(es)", self._batches.bit_length()
+            return _Done(self.run.trainer.global_step, "optimizer steps", 0)
+        # The number of bits changes at 1, 2, 4, 8, ...
+        return _Done(self._batches, "batch(es)", self._batches.bit_length())
 
     @property
     def _moment(self) -> tuple[float, ...]:
         """What changes when a comparison is due."""
-        count, _, early = self._done
-        return self.run.trainer.current_epoch, count // self._every, early
+        done = self._done
+        return self.run.trainer.current_epoch, done.number // self._every, done.early
 
     def on_evaluation_start(self) -> None:
         """Compare buffers before ranks evaluate different batches, which may change those of a module that trains."""
@@ -132,12 +179,14 @@ class Faults(Part):
         self._check()
 
     def _check(self) -> None:
-        run, self._checked = self.run, self._moment
+        self._checked_moment = self._moment
+        run = self.run
         if self._every < math.inf and run.world.size > 1:
-            count, unit, _ = self._done
-            require_replicas(self._tensors(), f"{count} {unit}", self._drift_of)
+            done = self._done
+            require_replicas(self._tensors(), f"{done.number} {done.unit}", self._drift_of)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what must be equal on all ranks, with the name that an error gives it."""
         ignored = self.run.ddp.parameters_to_ignore
         for name, parameter in self.run.module.named_parameters():
             if name not in ignored:
@@ -152,18 +201,21 @@ class Faults(Part):
         parameters = {_named(name): parameter for name, parameter in self.run.module.named_parameters()}
         if tensor not in parameters:
             return Drift(is_buffer=True)
-        trains = [name for name, parameter in parameters.items() if parameter.requires_grad]
-        missing = [name for name in trains if parameters[name].grad is None]
+        trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+        without_gradient = [name for name in trained if parameters[name].grad is None]
         if self.run.ddp.find_unused_parameters or self.run.ddp.static_graph:
-            missing = []
-        zeroed = len(missing) == len(trains)
+            without_gradient = []  # DDP knows which parameters a backward leaves out
+        all_zeroed = len(without_gradient) == len(trained)
+        unused = None
+        if without_gradient and not all_zeroed:
+            unused = without_gradient[0]
         return Drift(
             is_new=tensor not in self._wrapped,
             is_frozen=not parameters[tensor].requires_grad,
             is_manual=not self.run.module.automatic_optimization,
             trained=self._batches > 0,
-            unused=missing[0] if missing and not zeroed else None,
-            zeroed=zeroed,
+            unused=unused,
+            zeroed=all_zeroed,
         )
 
 

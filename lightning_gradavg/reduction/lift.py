@@ -8,8 +8,7 @@ from functools import cached_property
 
 import torch
 
-from lightning_gradavg._support.collectives import World
-from lightning_gradavg._support.device import Tally
+from lightning_gradavg._support.collectives import ReducedRow, World
 from lightning_gradavg._support.place import Place
 from lightning_gradavg.reduction.factor import factor_before, inverse_power_of_two
 from lightning_gradavg.rules import Rule, depends_on_length, share_of
@@ -89,7 +88,7 @@ class Lift:
         """
         options = self._options
         with torch.profiler.record_function("GradAvg: choose lift"):
-            (largest,) = Tally([normalizer], "max", options.device, options.world.group).read()
+            (largest,) = ReducedRow([normalizer], "max", options.device, options.world.group).read()
         lift = inverse_power_of_two(largest)
         self._power_of_two = 1.0 if lift is None else lift
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_gradavg._lightning.internals import flushes_static_graph, stored
 from lightning_gradavg._lightning.part import Part, Run
-from lightning_gradavg._support.collectives import by_value
+from lightning_gradavg._support.text import by_value
 from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.engine import Engine, StepFacts, Stock, Weighed
 from lightning_gradavg.reduction.gradients import ReplicatedGradients

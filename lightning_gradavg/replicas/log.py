@@ -18,8 +18,9 @@ from torch import Tensor
 from lightning_gradavg._lightning.internals import store_of_world
 from lightning_gradavg._lightning.methods import logged_as
 from lightning_gradavg._lightning.stand_in import reduction_name
-from lightning_gradavg._support.collectives import World, digest, on_ranks
+from lightning_gradavg._support.collectives import World, digest
 from lightning_gradavg._support.device import on_device
+from lightning_gradavg._support.text import on_ranks
 
 __all__ = ["LogExchange", "ReplicaLog", "with_sync_dist"]
 

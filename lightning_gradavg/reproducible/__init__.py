@@ -1,1 +1,1 @@
-"""The same bits on any number of processes."""
+"""Training to the same bits on any number of processes: a fixed arithmetic, and a fixed order of sums."""

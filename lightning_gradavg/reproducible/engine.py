@@ -7,7 +7,8 @@ seen. After the last backward of a window all replicas are added up by the tree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -32,15 +33,53 @@ from lightning_gradavg.rules import Rule, Share, share_of
 __all__ = ["Tree"]
 
 
+@dataclass
+class _ReplicaWindow:
+    """The state of one window.
+
+    Attributes:
+        normalizers: What each replica's micro-batches add to `Z`; 0 of other ranks' replicas.
+        gradients: The gradients of this rank's replicas that are not complete, by replica.
+        micro_batches: All micro-batches of this rank.
+        shares: Their shares, in the same order.
+        trained: The parameters that trained in the last micro-batch.
+        ends: Whether the last backward ended the window.
+        exchange: The exchange of totals, if it has begun.
+    """
+
+    normalizers: list[float]
+    gradients: dict[int, Gradients] = field(default_factory=dict)
+    micro_batches: list[MicroBatch] = field(default_factory=list)
+    shares: list[Share] = field(default_factory=list)
+    trained: set[nn.Parameter] = field(default_factory=set)
+    ends: bool = False
+    exchange: GatheredRows | None = None
+
+
 class Tree(Engine):
     """Reduces the gradients of the replicas of each loader batch, in one order on any number of ranks.
 
     The pieces of a rank's step are its replicas, in their order. A replica is *complete* when no further micro-batch of
     the window can add to it. Then its gradient goes to the tree, and its memory is free.
+
+    The calls are those of `Engine`. In a window of N micro-batches on a rank with 2 replicas:
+
+        begin_step                  the first one begins the window
+            add, backward           of the first replica; complete in the window's last micro-batch
+            add, backward           of the second replica; the window's last backward begins the exchange of totals
+        ...
+        reduce                      waits for the totals, and adds up all replicas of all ranks
+        close
     """
 
     def __init__(self, run: Run, rule: Rule, replicas: int) -> None:
-        """Number this rank's replicas."""
+        """Number this rank's replicas.
+
+        Args:
+            run: The run that trains.
+            rule: The reduction rule.
+            replicas: Number of replicas on all ranks, which the number of ranks divides.
+        """
         self._run = run
         self._rule = rule
         self._replicas = replicas
@@ -48,27 +87,21 @@ class Tree(Engine):
         self._replicas_of_rank = range(run.world.rank * count, (run.world.rank + 1) * count)
         self._place = run.places[run.world.rank]
         self._parameters = list(run.ddp.module.parameters())
-        self._trained: list[nn.Parameter] = []
-        self._sum: TreeSum | None = None
+        self._parameters_of_tree: list[nn.Parameter] = []
+        self._tree: TreeSum | None = None
         self._facts = StepFacts(begins_window=True, divisor=1, missing=0)
         self._position = 0  # of the next replica in the running step
-        self._begin_window()
+        self._window = self._new_window()
 
-    def _begin_window(self) -> None:
-        self._gradients: dict[int, Gradients] = {}  # of the replicas that are not complete
-        self._normalizers = [0.0] * self._replicas
-        self._micro_batches: list[MicroBatch] = []
-        self._shares: list[Share] = []
-        self._trained_in_window: set[nn.Parameter] = set()
-        self._ends = False
-        self._exchange: GatheredRows | None = None
+    def _new_window(self) -> _ReplicaWindow:
+        return _ReplicaWindow(normalizers=[0.0] * self._replicas)
 
     def begin_step(self, facts: StepFacts) -> None:
         """Begin with the rank's first replica."""
         self._facts = facts
         self._position = 0
         if facts.begins_window:
-            self._begin_window()
+            self._window = self._new_window()
 
     def add(self, loss: WeighedLoss, *, last: bool) -> None:  # noqa: ARG002  # `backward` says it
         """Multiply the loss by its share; a problem of its weight is raised with those of other ranks."""
@@ -81,36 +114,39 @@ class Tree(Engine):
                 micro_batch = micro_batch._replace(problem=str(error))
         loss.micro_batch = micro_batch
         loss.factor = float(share.multiplier)
-        self._micro_batches.append(micro_batch)
-        self._shares.append(share)
+        self._window.micro_batches.append(micro_batch)
+        self._window.shares.append(share)
 
     def _checked(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return a micro-batch, with a problem if a parameter has stopped training within the window."""
-        stopped = self._trained_in_window
-        self._trained_in_window = {parameter for parameter in self._parameters if parameter.requires_grad}
-        if micro_batch.problem is None and stopped - self._trained_in_window:
+        trained_before = self._window.trained
+        self._window.trained = {parameter for parameter in self._parameters if parameter.requires_grad}
+        stopped = trained_before - self._window.trained
+        if micro_batch.problem is None and stopped:
             # The tree has no place for its gradient, which would be lost in silence.
             return micro_batch._replace(problem=STOPPED_TRAINING)
         return micro_batch
 
     def backward(self, loss: WeighedLoss, run: Callable[[], None], *, final: bool, holding: bool) -> None:
         """Run the backward of the rank's next replica, and keep its gradients apart."""
+        window = self._window
         replica = self._replicas_of_rank[self._position]
         self._position += 1
-        self._ends = final and not holding
-        outside = self._taken()
+        window.ends = final and not holding
+        from_before = self._take_gradients()
         if loss.micro_batch.counts:
-            self._put(self._gradients.get(replica, {}))
+            # Autograd adds to what earlier micro-batches of the window left for this replica.
+            self._set_gradients(window.gradients.get(replica, {}))
         try:
             run()
             if loss.micro_batch.counts:
-                self._gradients[replica] = self._taken()
-                self._normalizers[replica] += float(self._shares[-1].normalizer)
+                window.gradients[replica] = self._take_gradients()
+                window.normalizers[replica] += float(window.shares[-1].normalizer)
         finally:
-            self._put(outside)
+            self._set_gradients(from_before)
         if not holding:
             self._add_to_tree(replica)
-        if self._ends and self._rule.uses_weight:
+        if window.ends and self._rule.uses_weight:
             self._begin_exchange()
 
     def _add_to_tree(self, replica: int) -> None:
@@ -120,82 +156,94 @@ class Tree(Engine):
         """
         if replica == self._replicas_of_rank.start:
             self._make_tree()
-        assert self._sum is not None
-        complete = range(replica, self._replicas_of_rank.stop) if self._ends else range(replica, replica + 1)
-        for index in complete:
+        assert self._tree is not None
+        stop = replica + 1
+        if self._window.ends:
+            stop = self._replicas_of_rank.stop
+        for complete_replica in range(replica, stop):
             with torch.profiler.record_function("GradAvg: add replica"):
-                self._sum.add(index, self._gradients.pop(index, {}))
+                self._tree.add(complete_replica, self._window.gradients.pop(complete_replica, {}))
 
     def _make_tree(self) -> None:
         """Make a tree for the parameters that train now, unless there is one."""
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        is_same = len(trained) == len(self._trained)
-        if is_same:
-            is_same = all(now is before for now, before in zip(trained, self._trained, strict=True))
-        if not is_same or self._sum is None:
-            self._trained = trained
-            self._sum = TreeSum(trained, replicas=self._replicas, world=self._run.world)
+        if self._tree is None or not _are_the_same(trained, self._parameters_of_tree):
+            self._parameters_of_tree = trained
+            self._tree = TreeSum(trained, replicas=self._replicas, world=self._run.world)
 
     def _begin_exchange(self) -> None:
+        micro_batches = self._window.micro_batches
         row = Totals.of_rank(
-            faults=sum(micro_batch.problem is not None for micro_batch in self._micro_batches),
+            faults=sum(micro_batch.problem is not None for micro_batch in micro_batches),
             without_loss=False,
-            pairs=sum(not micro_batch.absent for micro_batch in self._micro_batches),
-            agreement=must_agree(self._rule, self._micro_batches),
+            pairs=sum(not micro_batch.absent for micro_batch in micro_batches),
+            agreement=must_agree(self._rule, micro_batches),
             normalizer=0.0,  # that of each replica follows
         )
         with torch.profiler.record_function("GradAvg: exchange totals"):
-            self._exchange = GatheredRows([*row, *self._normalizers], self._run.device, self._run.world.group)
+            self._window.exchange = GatheredRows(
+                [*row, *self._window.normalizers], self._run.device, self._run.world.group
+            )
 
     def _normalizer(self) -> float:
         """Return `Z`, exactly rounded, so that no order of the replicas shows."""
         if not self._rule.uses_weight:
             return 1.0
-        assert self._exchange is not None
+        assert self._window.exchange is not None
         with torch.profiler.record_function("GradAvg: wait for totals"):
-            rows = self._exchange.read()
+            rows = self._window.exchange.read()
         length = len(Totals._fields)
         totals = Totals.over([row[:length] for row in rows])
-        normalizers = [number for row in rows for number in row[length:]]
+        normalizers: list[float] = []
+        for row in rows:
+            normalizers.extend(row[length:])
         totals = totals._replace(normalizer=exact_sum(normalizers))
         if not totals.is_usable:
-            raise_together(totals, self._rule, self._run.world, self._micro_batches)
+            raise_together(totals, self._rule, self._run.world, self._window.micro_batches)
         return totals.normalizer
 
     def reduce(self) -> bool:
         """Add up all replicas, and add the sum to the gradients from before the window."""
-        if not self._ends:
+        if not self._window.ends:
             return False
-        assert self._sum is not None
+        assert self._tree is not None
         with torch.profiler.record_function("GradAvg: sum of replicas"):
-            sums = self._sum.gradients(factor_after(self._divisor, 1, self._normalizer(), lift=1.0))
-        kept = self._taken()
-        for key in kept.keys() & sums.keys():
-            sums[key].add_(kept[key])
-        self._put({**kept, **sums})
+            sums = self._tree.gradients(factor_after(self._divisor, 1, self._normalizer(), lift=1.0))
+        from_before = self._take_gradients()
+        for key in from_before.keys() & sums.keys():
+            sums[key].add_(from_before[key])
+        self._set_gradients({**from_before, **sums})
         return True
 
     @property
     def _divisor(self) -> float:
+        """What Lightning divides each loss by; 1 in manual optimization."""
         return 1.0 if self._facts.divisor is None else self._facts.divisor
 
     def record(self) -> WindowRecord:
         """Return what a report says of the window that was reduced."""
-        return WindowRecord(self._micro_batches, self._shares, self._divisor)
+        return WindowRecord(self._window.micro_batches, self._window.shares, self._divisor)
 
     def close(self, *, skipped: bool) -> None:  # noqa: ARG002  # a step that is skipped keeps no gradients here
         """Begin a window."""
-        self._begin_window()
+        self._window = self._new_window()
 
     @property
     def is_empty(self) -> bool:
         """Whether the next micro-batch begins a window."""
-        return not self._micro_batches
+        return not self._window.micro_batches
 
-    def _taken(self) -> Gradients:
+    def _take_gradients(self) -> Gradients:
         """Return the parameters' gradients by `id`; the parameters have none afterwards."""
         return {id(parameter): gradient for parameter, gradient in take_gradients(self._parameters).items()}
 
-    def _put(self, gradients: Mapping[int, Tensor]) -> None:
+    def _set_gradients(self, gradients: Mapping[int, Tensor]) -> None:
         for parameter in self._parameters:
             parameter.grad = gradients.get(id(parameter))
+
+
+def _are_the_same(parameters: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> bool:
+    """Return whether two sequences hold the same objects; `==` of parameters compares their values."""
+    if len(parameters) != len(others):
+        return False
+    return all(parameter is other for parameter, other in zip(parameters, others, strict=True))

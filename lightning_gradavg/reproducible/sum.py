@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,13 +44,19 @@ def add_up(known: dict[Span, T], start: int, stop: int, add: Callable[[T, T], T]
 
     `add` returns the sum of a left and a right value, and may write into either. Return whether one sum is left.
     """
-    if (start, stop) in known or stop - start == 1:
-        return (start, stop) in known
-    middle = middle_of(start, stop)
-    # Both, as either may hold sums that go no further.
-    if not all([add_up(known, start, middle, add), add_up(known, middle, stop, add)]):
+    if (start, stop) in known:
+        return True
+    if stop - start == 1:
         return False
-    known[start, stop] = add(known.pop((start, middle)), known.pop((middle, stop)))
+    middle = middle_of(start, stop)
+    # Add up both sides, also if one of them is incomplete: each may hold sums that go no further.
+    left_is_known = add_up(known, start, middle, add)
+    right_is_known = add_up(known, middle, stop, add)
+    if not (left_is_known and right_is_known):
+        return False
+    left = known.pop((start, middle))
+    right = known.pop((middle, stop))
+    known[start, stop] = add(left, right)
     return True
 
 
@@ -62,25 +68,32 @@ def middle_of(start: int, stop: int) -> int:
 def subtrees(leaves: int, held: range) -> tuple[Span, ...]:
     """Return the nodes that consecutive leaves add up to by themselves."""
     known = {(leaf, leaf + 1): leaf for leaf in held}
-    add_up(known, 0, leaves, operator.add)
+    add_up(known, 0, leaves, operator.add)  # of any values: only the nodes count
     return tuple(sorted(known))
 
 
 class TreeSum:
-    """The sums of the gradients of all replicas, of which each rank has as many, one window after another."""
+    """The sums of the gradients of all replicas, of which each rank has as many, one window after another.
+
+    The calls of a window: `add` for each replica of this rank, in order, and `gradients`. Both are collective
+    operations.
+
+    Args:
+        parameters: The parameters that train.
+        replicas: Number of replicas on all ranks.
+        world: The ranks that add up.
+        bucket_bytes: About how many bytes of gradients travel in one exchange.
+    """
 
     def __init__(
         self, parameters: Sequence[Tensor], *, replicas: int, world: World, bucket_bytes: int = _BUCKET_BYTES
     ) -> None:
-        each = replicas // world.size
-        spans = [subtrees(replicas, range(rank * each, (rank + 1) * each)) for rank in range(world.size)]
-        cut: dict[Any, list[Tensor]] = defaultdict(list)
-        used = Counter[Any]()
-        for one in parameters:
-            kind = torch.promote_types(one.dtype, torch.float32), one.device
-            cut[kind, used[kind] // bucket_bytes].append(one)
-            used[kind] += one.numel() * kind[0].itemsize
-        self._buckets = [_Bucket(members, spans, world) for members in cut.values()]
+        replicas_of_rank = replicas // world.size
+        spans = []
+        for rank in range(world.size):
+            held = range(rank * replicas_of_rank, (rank + 1) * replicas_of_rank)
+            spans.append(subtrees(replicas, held))
+        self._buckets = [_Bucket(members, spans, world) for members in _cut(parameters, bucket_bytes)]
 
     @torch.no_grad()
     def add(self, replica: int, gradients: Gradients) -> None:
@@ -91,43 +104,106 @@ class TreeSum:
     @torch.no_grad()
     def gradients(self, factor: float) -> Gradients:
         """Return the sums that there are, times a factor, and end the window. A collective operation."""
+        # Each bucket's exchange is begun before the first is waited for.
         for bucket in self._buckets:
             bucket.add_up_segment(factor)
-        opened = [(bucket.parameters, *bucket.total()) for bucket in self._buckets]
-        found = [pair for parameters, parts, _ in opened for pair in zip(parameters, parts, strict=True)]
+        parameters: list[Tensor] = []
+        sums: list[Tensor] = []
+        counts: list[Tensor] = []
+        for bucket in self._buckets:
+            total = bucket.total()
+            parameters.extend(bucket.parameters)
+            sums.extend(total.gradients)
+            counts.append(total.counts)
+        if not counts:
+            return {}
         # Read once, as the host waits for an accelerator.
-        used = torch.cat([counts != 0 for *_, counts in opened]).tolist() if opened else []
-        return {id(one): part.to(one.dtype) for (one, part), is_used in zip(found, used, strict=True) if is_used}
+        are_used = torch.cat([count != 0 for count in counts]).tolist()
+        gradients: Gradients = {}
+        for parameter, total_of_parameter, is_used in zip(parameters, sums, are_used, strict=True):
+            if is_used:
+                gradients[id(parameter)] = total_of_parameter.to(parameter.dtype)
+        return gradients
+
+
+class _Kind(NamedTuple):
+    """What the parameters of a bucket have in common."""
+
+    dtype: torch.dtype  # in which their gradients are summed
+    device: torch.device
+
+
+def _cut(parameters: Sequence[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
+    """Return parameters in buckets of one kind and about that many bytes, in their order within a kind."""
+    buckets: dict[tuple[_Kind, int], list[Tensor]] = defaultdict(list)
+    bytes_of_kind = Counter[_Kind]()
+    for parameter in parameters:
+        kind = _Kind(_summed_in(parameter), parameter.device)
+        number = bytes_of_kind[kind] // bucket_bytes
+        buckets[kind, number].append(parameter)
+        bytes_of_kind[kind] += parameter.numel() * kind.dtype.itemsize
+    return list(buckets.values())
+
+
+def _summed_in(parameter: Tensor) -> torch.dtype:
+    """Return the dtype in which gradients of a parameter are summed: float32 for those in 16 bits."""
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+class _Total(NamedTuple):
+    """The parts of a row."""
+
+    gradients: list[Tensor]  # in the shapes of the parameters
+    counts: Tensor  # of each parameter, how many replicas have a gradient
 
 
 class _Bucket:
-    """Parameters of one dtype: their gradients make a row, with how many replicas have one of each at its end."""
+    """Parameters of one dtype: their gradients make a row, with how many replicas have one of each at its end.
+
+    The calls of a window: `add` for each replica of this rank, `add_up_segment`, `total`. The exchanges:
+
+    | begun by | sends | received in `_arriving` |
+    |---|---|---|
+    | the last `add` | each rank its segment of this rank's sums | this rank's segment of all ranks' sums |
+    | `add_up_segment` | to all, this rank's segment of the total | the total |
+    """
 
     def __init__(self, parameters: Sequence[Tensor], spans: Sequence[Sequence[Span]], world: World) -> None:
-        self.parameters, self._spans, self._world = parameters, spans, world
-        self._dtype = torch.promote_types(parameters[0].dtype, torch.float32)
-        self._end = sum(one.numel() for one in parameters)
-        self._length = -(-(self._end + len(parameters)) // world.size) * world.size
+        self.parameters = parameters
+        self._spans = spans  # of each rank, the nodes of the sums that it has after its last replica
+        self._world = world
+        self._leaves = spans[-1][-1][1]  # where the last node of the last rank ends
+        self._dtype = _summed_in(parameters[0])
+        self._end = sum(parameter.numel() for parameter in parameters)  # of the gradients in a row
+        needed = self._end + len(parameters)
+        self._length = -(-needed // world.size) * world.size  # rounded up to equal segments
         self._sums: dict[Span, Tensor] = {}
         self._arriving: list[Tensor] = []
-        self._works: list[Any] = []
+        self._works: list[dist.Work] = []
 
     def add(self, replica: int, gradients: Gradients) -> None:
         """Add a row; after the last one, begin to send the others their segments of the sums."""
-        own, (_, leaves) = self._spans[self._world.rank], self._spans[-1][-1]
         self._sums[replica, replica + 1] = self._row_of(gradients)
-        add_up(self._sums, 0, leaves, Tensor.add_)
-        if replica + 1 == own[-1][1]:
-            rows = list(self._sums.values())
-            # Some ranks have fewer sums than others, which nobody reads.
-            rows += [torch.empty_like(rows[0]) for _ in range(max(map(len, self._spans)) - len(rows))]
-            self._arriving = [self._exchanged(torch.empty_like(row), row) for row in rows]
+        add_up(self._sums, 0, self._leaves, Tensor.add_)
+        _, last = self._spans[self._world.rank][-1]
+        if replica + 1 == last:
+            self._begin_to_share_sums()
+
+    def _begin_to_share_sums(self) -> None:
+        rows = list(self._sums.values())
+        # All ranks exchange as many rows. Some have fewer sums than others, and send rows that nobody reads.
+        most = max(len(spans) for spans in self._spans)
+        while len(rows) < most:
+            rows.append(torch.empty_like(rows[0]))
+        self._arriving = [self._exchanged(torch.empty_like(row), row) for row in rows]
 
     def _exchanged(self, received: Tensor, sent: Tensor) -> Tensor:
         """Return where a segment from every rank arrives until the works are done."""
         if self._world.group is None:
             return sent
-        self._works.append(dist.all_to_all_single(received, sent, group=self._world.group, async_op=True))
+        work = dist.all_to_all_single(received, sent, group=self._world.group, async_op=True)
+        assert work is not None
+        self._works.append(work)
         return received
 
     def _wait(self) -> None:
@@ -140,34 +216,44 @@ class _Bucket:
         A zero is always positive: a rank without a gradient sends zeros, and -0.0 + 0.0 is 0.0.
         """
         self._wait()
-        segments = [row.chunk(self._world.size) for row in self._arriving]
-        of_ranks = (zip(spans, segments, strict=False) for spans in self._spans)
-        known = {span: rows[rank] for rank, of_rank in enumerate(of_ranks) for span, rows in of_rank}
-        add_up(known, 0, self._spans[-1][-1][1], Tensor.add_)
-        total = self._arriving[0].view(self._world.size, -1)  # whose first segment was the first summand
+        known: dict[Span, Tensor] = {}
+        for number, row in enumerate(self._arriving):
+            for rank, segment in enumerate(row.chunk(self._world.size)):
+                spans = self._spans[rank]
+                if number < len(spans):  # else it is a row that nobody reads
+                    known[spans[number]] = segment
+        add_up(known, 0, self._leaves, Tensor.add_)
+        # The sum is in its first summand: rank 0's segment of the first row.
+        total = self._arriving[0].view(self._world.size, -1)
         total[0].add_(0.0).mul_(factor)
         total[1:] = total[0]
-        (first, *_), self._sums = self._sums.values(), {}
-        self._arriving = [self._exchanged(first, total.view(-1))]
+        received = next(iter(self._sums.values()))  # a row whose numbers are sent
+        self._sums = {}
+        self._arriving = [self._exchanged(received, total.view(-1))]
 
-    def total(self) -> tuple[list[Tensor], Tensor]:
+    def total(self) -> _Total:
         """Return the sums of the gradients, and how many replicas have one."""
         self._wait()
-        (row,), self._arriving = self._arriving, []
-        return self._opened(row)
+        (row,) = self._arriving
+        self._arriving = []
+        return self._parts_of(row)
 
-    def _opened(self, row: Tensor) -> tuple[list[Tensor], Tensor]:
+    def _parts_of(self, row: Tensor) -> _Total:
         values = row.view(self._dtype)
-        return views_of(values[: self._end], self.parameters), values[self._end :][: len(self.parameters)]
+        counts = values[self._end : self._end + len(self.parameters)]
+        return _Total(views_of(values[: self._end], self.parameters), counts)
 
     def _row_of(self, gradients: Gradients) -> Tensor:
         """Return a row of a replica's gradients, which are taken out of `gradients`."""
+        # Complex numbers are sent as real ones: not every backend knows others.
         row = self.parameters[0].new_empty(self._length, dtype=self._dtype).view(self._dtype.to_real())
-        parts, counts = self._opened(row)
-        held = [gradients.pop(id(one), None) for one in self.parameters]
-        sources = [
-            torch.zeros_like(part) if one is None else one.to_dense() for part, one in zip(parts, held, strict=True)
-        ]
+        parts, counts = self._parts_of(row)
+        sources = []
+        has_gradient = []
+        for parameter, part in zip(self.parameters, parts, strict=True):
+            gradient = gradients.pop(id(parameter), None)
+            has_gradient.append(gradient is not None)
+            sources.append(torch.zeros_like(part) if gradient is None else gradient.to_dense())
         copy_each(parts, sources)
-        counts.copy_(torch.tensor([one is not None for one in held]))
+        counts.copy_(torch.tensor(has_gradient))
         return row
