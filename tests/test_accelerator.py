@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from toys import WEIGHTED, OfTorch, Recorded
+from toys import WEIGHTED, Recorded, TorchLoop
 
 import lightning_gradavg
 from benchmarks.one_gpu import OneGpu
@@ -261,7 +261,7 @@ def evaluate(path: Path, device: str, counts: Mapping[str, Count]) -> Found:
 
 def in_a_loop(path: Path, device: str, counts: Mapping[str, Count]) -> Found:
     """Train by `GradAvgReducer`, or by `average_gradients`, with weights on the device, of which one is 0."""
-    module, loop, averages = Net(plain).to(device), OfTorch(**WEIGHTED), "averages" in path.options
+    module, loop, averages = Net(plain).to(device), TorchLoop(**WEIGHTED), "averages" in path.options
     model = module if averages else loop.set_up(module)
     optimizer = module.configure_optimizers()
     for number, batch in enumerate(batches_of_rank(6)):

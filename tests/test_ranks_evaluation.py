@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from faults import run_ranks
+from faulty_runs import run_ranks
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.strategies import DDPStrategy
@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
 from torchmetrics.utilities import dim_zero_cat
-from toys import Toy, approx, loader
+from toys import Toy, approx, make_loader
 
 from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy
 from lightning_gradavg import fabric as of_fabric
@@ -100,7 +100,7 @@ LOADERS: dict[str, Callable[..., Any]] = {
     "several": several,
     "together": lambda size, batch: CombinedLoader(several(size, batch), "min_size"),
     # Each rank is told its batches.
-    "told": lambda of_ranks: loader(chain.from_iterable(of_rank(of_ranks))),
+    "told": lambda of_ranks: make_loader(chain.from_iterable(of_rank(of_ranks))),
 }
 
 
@@ -433,7 +433,7 @@ def test_a_mean_over_ranks_of_different_batch_sizes_needs_no_option():
 
     def logged(strategy: Any) -> Any:
         trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False, num_sanity_val_steps=0)
-        trainer.fit(Means(lr=0.0), loader(samples), loader(samples))
+        trainer.fit(Means(lr=0.0), make_loader(samples), make_loader(samples))
         return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
     assert {"train": 5.0, "val": 5.0} == logged(DDPStrategy())

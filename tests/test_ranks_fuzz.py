@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import (
+from case_parts import (
     BOTH,
     CLEARS,
     FIRST,
@@ -22,14 +22,14 @@ from cases import (
     OF_SHARDED,
     SECOND,
     WAYS,
-    Case,
     Fails,
     Steep,
     Trains,
     halved,
     root,
 )
-from test_ranks_cases import WAY_OF, Grads, by_hand
+from cases import Case
+from test_ranks_cases import WAY_OF, Grads, expected_gradients
 
 from lightning_gradavg.batches.chunks import even_bounds
 from lightning_gradavg.reduction.reference import combine
@@ -301,14 +301,16 @@ class Drawn:
     @property
     def case(self) -> Case:
         return Case(
-            *(repr(self), self.reduction, [list(self.windows(rank)) for rank in range(self.size)], []),
+            repr(self),
+            self.reduction,
+            [list(self.windows(rank)) for rank in range(self.size)],
             nodes=self.nodes,
             options=self.options,
-            keeps=self.keeps,
-            begins=self.begins,
+            keeps_gradients=self.keeps,
+            trains=self.begins,
             loss=self.loss,
-            collects=self.collects,
-            reads="stream" if self.stream else "list",
+            runs_collective=self.collects,
+            loader="stream" if self.stream else "list",
         )
 
     def __repr__(self) -> str:
@@ -340,7 +342,7 @@ def judged(drawn: Drawn, first: Any, *others: Any) -> str | None:
         return f"the ranks differ: {first}, {others}"
     found, expected = (
         [gradient.tolist() for gradient in first],
-        by_hand(replace(drawn.case, gradients=drawn.expected())),
+        expected_gradients(replace(drawn.case, gradients=drawn.expected())),
     )
     # All after NaN is NaN.
     until = next((at for at, numbers in enumerate(found, 1) if any(map(math.isnan, numbers))), len(expected))

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from ranks import Raised, on_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from toys import AWARE, Recorded, approx, flat, train
+from toys import IGNORE_UNUSED_PARAMETERS, Recorded, approx, flat, train
 
 from lightning_gradavg import average_gradients, gather, global_mean
 from lightning_gradavg._lightning.stand_in import uncounted
 from lightning_gradavg.rules import RULES
 
-pytestmark = AWARE
+pytestmark = IGNORE_UNUSED_PARAMETERS
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
     *(torch.complex64, torch.complex128, torch.int64, torch.int16, torch.uint8, torch.bool),

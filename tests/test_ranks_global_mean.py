@@ -17,12 +17,23 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
-from toys import AWARE, WEIGHTED, OfFabric, OfTorch, One, Recorded, Seen, approx, same_everywhere, train
+from toys import (
+    IGNORE_UNUSED_PARAMETERS,
+    WEIGHTED,
+    FabricLoop,
+    OneWeight,
+    Recorded,
+    Seen,
+    TorchLoop,
+    approx,
+    same_everywhere,
+    train,
+)
 
 from lightning_gradavg import GradAvgStrategy, average_gradients, gather, global_mean
 from lightning_gradavg._lightning.stand_in import uncounted
 
-pytestmark = AWARE
+pytestmark = IGNORE_UNUSED_PARAMETERS
 
 OF_RANKS: Sequence[list[float]] = ([1.0, 2.0, 3.0], [5.0, 7.0], [])
 """The numbers of each rank. Their mean is 18 / 5 = 3.6."""
@@ -78,22 +89,22 @@ def test_the_gradient_of_each_rank():
 
 
 def by_torch() -> Any:
-    model = DistributedDataParallel(One())
+    model = DistributedDataParallel(OneWeight())
     return model, model.module, lambda loss: loss.backward()
 
 
 def by_fabric() -> Any:
-    loop, module = OfFabric(), One()
+    loop, module = FabricLoop(), OneWeight()
     return loop.set_up(module), module, loop.backward
 
 
 def by_stock_fabric() -> Any:
-    loop, module = OfFabric(strategy="ddp"), One()
+    loop, module = FabricLoop(strategy="ddp"), OneWeight()
     return loop.set_up(module), module, loop.backward
 
 
 def by_reducer() -> Any:
-    loop, module = OfTorch(), One()
+    loop, module = TorchLoop(), OneWeight()
     return loop.set_up(module), module, loop.backward
 
 
@@ -114,7 +125,7 @@ def in_a_loop(loop: Callable[[], Any]) -> float | None:
 @on_ranks(2)
 def test_split_batches_of_fabric():
     """Chunks of 3 and 2 samples, of which 3 and 1 count: 11 / 4, where the losses have equal weight."""
-    loop, module = OfFabric(split_batches=True), One()
+    loop, module = FabricLoop(split_batches=True), OneWeight()
     model, data = loop.set_up(module), double([1.0, 2.0, 3.0, 5.0, 0.0])
     (batch,) = loop.fabric.setup_dataloaders(DataLoader(TensorDataset(data), 5))
     numbers = batch[0][batch[0] > 0]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from ranks import group_of, make_trainer
 from torch import Tensor
-from toys import Toy, loader
+from toys import Toy, make_loader
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg._support.collectives import World
@@ -51,7 +51,7 @@ def run(logs: Callable[[Logs, Tensor, int], None], strategy: dict[str, Any]) -> 
     rows = mock.patch.object(World, "gather_row", autospec=True, side_effect=World.gather_row)
     pickled = mock.patch.object(dist, "all_gather_object", side_effect=dist.all_gather_object)
     with rows as module.rows, pickled as module.pickled:
-        trainer.fit(module, loader([[float(n) for n in range(2 * size)]] * STEPS))
+        trainer.fit(module, make_loader([[float(n) for n in range(2 * size)]] * STEPS))
     return module.known, module.sent, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 

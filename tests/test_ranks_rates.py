@@ -23,7 +23,7 @@ from lightning.pytorch.tuner import Tuner
 from ranks import make_trainer
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
-from toys import Memory, Toy, approx, loader, train
+from toys import MemoryLogger, Toy, approx, make_loader, train
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy
 
@@ -249,7 +249,7 @@ def test_the_factor_is_in_force_from_a_batch_to_the_step(world, tmp_path, how, o
 
 def logged(how: str) -> Any:
     """Body: what Lightning's monitor, ours, the module and the line at the start show of a warm-up to 3 * 0.1."""
-    memory, strategy = Memory(), {"lr_scaling": "linear", "base_batch_size": 2, "lr_warmup_steps": 2}
+    memory, strategy = MemoryLogger(), {"lr_scaling": "linear", "base_batch_size": 2, "lr_warmup_steps": 2}
     options: dict[str, Any] = {"max_epochs": 2, "log_every_n_steps": 1, "logger": memory}
     *_, line = run({"how": how, "batch": 3, "size": 6}, strategy, [LearningRateMonitor(), GradAvgMonitor(1)], **options)
     return [row for _, row in memory.rows], line
@@ -267,7 +267,7 @@ def test_monitors_and_the_start_line_show_the_effective_rate(world, how):
 def find_then_fit(folder: str, tells: bool) -> Any:
     """Body: find a learning rate, and train with it; return it, those in use, and those tried."""
     numbers: Any = torch.arange(1, 65, dtype=torch.float64) / 64
-    data = DataLoader(numbers, batch_size=4) if tells else loader(numbers.split(4))
+    data = DataLoader(numbers, batch_size=4) if tells else make_loader(numbers.split(4))
     model, noting = Toy(kind="s", lr=0.003), Noting()
     options: dict[str, Any] = {**TRAINER, "default_root_dir": folder, "callbacks": [noting]}
     trainer = make_trainer(GradAvgStrategy(lr_scaling="linear"), **options)
@@ -330,7 +330,7 @@ def train_late(moment: str, options: dict[str, Any]) -> Any:
         callbacks=[module.callback],
         **{**TRAINER, "max_steps": 1, **options},
     )
-    trainer.fit(module, loader([[1.0, 2.0]] * 4))
+    trainer.fit(module, make_loader([[1.0, 2.0]] * 4))
     return module.v.item(), [group["lr"] for group in trainer.optimizers[0].param_groups]
 
 

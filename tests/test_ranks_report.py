@@ -16,7 +16,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from ranks import make_trainer
 from torch import nn
-from toys import MLP, WEIGHTED, Memory, Toy, approx, loader, same_everywhere, samples, train
+from toys import MLP, WEIGHTED, MemoryLogger, Toy, approx, make_loader, make_samples, same_everywhere, train
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, Place, Share
 from lightning_gradavg.report.part import local_gradients, squared_norm
@@ -140,7 +140,7 @@ def test_reference_modes(world, options):
 @pytest.mark.parametrize("strategy", [{}, {**WEIGHTED, "gradient_as_bucket_view": True}])
 def test_observing_changes_no_bit(world, strategy):
     """Observed training ends with the same bits as training that nobody watches, also under stock DDP's reduction."""
-    data = samples(27)
+    data = make_samples(27)
     run = train, [data[rank::3] for rank in range(3)], {}, strategy
     options = {"module": MLP, "max_epochs": 2, "accumulate_grad_batches": 2}
     alone, watched = (
@@ -153,7 +153,7 @@ def monitored(
     per_rank: Sequence[Any], monitor: Mapping[str, Any], *run: Any, **options: Any
 ) -> list[tuple[int | None, dict[str, float]]]:
     """Body: train on each rank's own micro-batches under a monitor, and return what it logged."""
-    memory, callbacks = Memory(), [GradAvgMonitor(**monitor)]
+    memory, callbacks = MemoryLogger(), [GradAvgMonitor(**monitor)]
     train(per_rank, *run, **{"log_every_n_steps": 0, "logger": memory, "callbacks": callbacks, **options})
     return [(step, row) for step, row in memory.rows if any(name.startswith("gradavg/") for name in row)]
 
@@ -216,7 +216,7 @@ def test_steps_that_are_not_logged_do_nothing(world):
 def shown_metrics(prog_bar: bool) -> tuple[set[str], set[str]]:
     callbacks = [GradAvgMonitor(1, prefix="run", prog_bar=prog_bar)]
     trainer = make_trainer(GradAvgStrategy(), callbacks=callbacks, max_epochs=1, use_distributed_sampler=False)
-    trainer.fit(Toy(), loader([[1 + dist.get_rank()], [2]]))
+    trainer.fit(Toy(), make_loader([[1 + dist.get_rank()], [2]]))
     return {name for name in trainer.progress_bar_metrics if "/" in name}, set(trainer.callback_metrics)
 
 

@@ -14,7 +14,7 @@ import yaml
 from hydra.utils import instantiate
 from lightning.pytorch.cli import LightningCLI
 from omegaconf import OmegaConf
-from toys import Toy, loader
+from toys import Toy, make_loader
 
 from lightning_gradavg import hooks
 from lightning_gradavg.cli import main
@@ -42,7 +42,7 @@ class Job(Toy):
         self.out = Path(out)
 
     def train_dataloader(self) -> Any:
-        return loader([[1.0, 2.0, 3.0] if dist.get_rank() == 0 else [4.0]])
+        return make_loader([[1.0, 2.0, 3.0] if dist.get_rank() == 0 else [4.0]])
 
     def on_train_end(self) -> None:
         strategy: Any = self.trainer.strategy
