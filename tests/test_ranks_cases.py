@@ -7,7 +7,7 @@ batches.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
 from typing import Any
@@ -23,12 +23,13 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from ranks import RankError, make_trainer, on_ranks
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from toys import (
     IGNORE_UNUSED_PARAMETERS,
     FabricLoop,
     OneWeight,
     Seen,
+    Stream,
     TorchLoop,
     Toy,
     TrainerLoop,
@@ -231,16 +232,6 @@ class Sharded(Automatic):
         from torch.distributed._composable.fsdp import fully_shard  # noqa: PLC0415  # slow
 
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
-
-
-class Stream(IterableDataset[Any]):
-    """A dataset of no known length."""
-
-    def __init__(self, batches: Sequence[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
 
 
 class Batches(Stream):

@@ -23,9 +23,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from torch.utils.weak import TensorWeakRef
-from toys import IGNORE_UNUSED_PARAMETERS, Toy, approx, flat, make_loader
+from toys import IGNORE_UNUSED_PARAMETERS, Stream, Toy, approx, flat, make_loader
 
 from lightning_gradavg import GradAvgStrategy
 
@@ -461,16 +461,6 @@ def test_a_short_window_is_multiplied_once_after_its_reduction(world, window, cl
         assert torch.equal(its_weights, weights)
         assert its_steps == steps == STEPS
         assert its_peak == peak
-
-
-class Stream(IterableDataset[Any]):
-    """Of no known length."""
-
-    def __init__(self, batches: Sequence[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
 
 
 class Kept(Toy):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gradavg import GradAvgReducer, GradAvgStrategy, gather
 from lightning_gradavg import fabric as of_fabric
@@ -269,6 +269,16 @@ class MemoryLogger(Logger):
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         self.rows.append((step, dict(metrics)))
+
+
+class Stream(IterableDataset[Any]):
+    """A dataset of no known length."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
 
 
 def make_loader(micro_batches: Iterable[Any]) -> DataLoader[Any]:

@@ -27,11 +27,20 @@ STRATEGY = "lightning_gradavg.GradAvgStrategy"
 OPTIONS = {"reduction": "weighted_mean", "bucket_cap_mb": 7.5, "static_graph": True}
 HOOK = {"ddp_comm_hook": "lightning_gradavg.hooks.float32_sum"}
 IN_YAML: dict[str, Any] = {"class_path": STRATEGY, "init_args": {**OPTIONS, **HOOK, "timeout": "0:05:00"}}
-MEAN, WEIGHTED = (14 / 3 + 16) / 2, 7.5
-"""The gradient on two ranks."""
+# The gradient on two ranks under each rule.
+MEAN = (14 / 3 + 16) / 2
+WEIGHTED = 7.5
 NAMED = [f"--trainer.strategy={STRATEGY}"]
-OFF = ("logger", "use_distributed_sampler", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-QUIET: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, **dict.fromkeys(OFF, False)}
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 2,
+    "max_epochs": 1,
+    "logger": False,
+    "use_distributed_sampler": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 class Job(Toy):
