@@ -35,7 +35,8 @@ either_loop = pytest.mark.parametrize("loop", [FabricLoop, TorchLoop])
 
 def begin(loop: Callable[..., Any] = TorchLoop, **options: Any) -> tuple[Any, OneWeight, Any, Tensor]:
     """Return a loop, a module, what the loop makes of it, and the samples of this rank."""
-    a_loop, module = loop(**{**WEIGHTED, **options}), OneWeight()
+    a_loop = loop(**{**WEIGHTED, **options})
+    module = OneWeight()
     return a_loop, module, a_loop.set_up(module), torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
 
 
@@ -97,7 +98,8 @@ def test_before_and_beside_a_model():
 def test_reducers_that_take_turns():
     """A loss belongs to its own reducer, and neither a loss nor a forward that is only looked at changes a gather."""
     (one, _, of_one, x), (two, module, of_two, _) = begin(), begin()
-    first, second = of_one(x).mean(), of_two(x).mean()
+    first = of_one(x).mean()
+    second = of_two(x).mean()
     one.backward(first, weight=len(x))
     two.backward(second, weight=len(x))
     of_one(x)  # has no loss
@@ -184,7 +186,8 @@ def test_a_model_that_is_registered_within_a_window(loop):
 @on_ranks()
 def test_parameters_that_ddp_does_not_know():
     """Those unfrozen between DDP and `register`, which would keep the gradients of each rank."""
-    net, loop = nn.Sequential(OneWeight(), OneWeight()), TorchLoop(**WEIGHTED)
+    net = nn.Sequential(OneWeight(), OneWeight())
+    loop = TorchLoop(**WEIGHTED)
     net[1].requires_grad_(False)
     model = DistributedDataParallel(net)
     net[1].requires_grad_(True)
@@ -214,7 +217,9 @@ def test_a_sum_of_two_weighed_losses():
 @on_ranks()
 def test_a_reduction_that_raises_once():
     """The window is given up, with what DDP left in the model, and the next one counts nothing of it."""
-    module, loop, failures = OneWeight(), TorchLoop(**WEIGHTED), ["lost connection"]
+    module = OneWeight()
+    loop = TorchLoop(**WEIGHTED)
+    failures = ["lost connection"]
 
     def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         def mean(future: torch.futures.Future[list[Tensor]]) -> Tensor:
@@ -225,7 +230,8 @@ def test_a_reduction_that_raises_once():
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(mean)
 
     hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
-    model, x = DistributedDataParallel(module), torch.tensor(OF_RANKS[dist.get_rank()])
+    model = DistributedDataParallel(module)
+    x = torch.tensor(OF_RANKS[dist.get_rank()])
     model.register_comm_hook(None, hook)
     loop.reducer.register(model)
     module.w.grad = torch.tensor(100.0, dtype=torch.float64)
@@ -240,9 +246,12 @@ def epochs() -> list[float | None]:
     """Body: train two shuffled epochs on split batches; return the gradients, and the weight at the end."""
     data: Any = torch.arange(1, 10, dtype=torch.float64)
     torch.manual_seed(3 + dist.get_rank())  # the order is that of rank 0
-    module, loop = OneWeight(), FabricLoop(split_batches=True)
-    model, loader = loop.set_up(module), loop.fabric.setup_dataloaders(DataLoader(data, 4, shuffle=True))
-    optimizer, found = torch.optim.SGD(module.parameters(), lr=0.01), []
+    module = OneWeight()
+    loop = FabricLoop(split_batches=True)
+    model = loop.set_up(module)
+    loader = loop.fabric.setup_dataloaders(DataLoader(data, 4, shuffle=True))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    found = []
     for samples in chain(loader, loader):
         loop.backward((model(samples) ** 2).mean())
         found.append(module.gradient)
@@ -272,7 +281,8 @@ def test_a_weight_without_use(reduction, expected):
 @on_ranks()
 def test_loaders_that_differ():
     """Which samples count is unclear where two loaders of other batch sizes are read at once."""
-    loop, data = FabricLoop(split_batches=True), TensorDataset(torch.arange(8))
+    loop = FabricLoop(split_batches=True)
+    data = TensorDataset(torch.arange(8))
     loaders: Any = loop.fabric.setup_dataloaders(DataLoader(data, 4), DataLoader(data, 2))
     with pytest.raises(ValueError, match=r"split_batches=True cannot tell which count\. Read one"):
         [loop.strategy.samples for _ in zip(*loaders, strict=False)]
@@ -301,7 +311,8 @@ def test_losses_and_weights_by_name(loop, reduction, names, weighs):
 @on_ranks()
 def test_a_loader_that_is_dropped_is_freed():
     """A new loader per epoch holds no data of the epochs before, and `samples` is that of the loader that is read."""
-    loop, data = FabricLoop(split_batches=True), TensorDataset(torch.arange(6))
+    loop = FabricLoop(split_batches=True)
+    data = TensorDataset(torch.arange(6))
     freed = []
     for size in (4, 2, 6):
         loader = loop.fabric.setup_dataloaders(DataLoader(data, size))
@@ -349,7 +360,8 @@ def test_ranks_that_reduce_differently(loop, rules):
 @on_ranks()
 def test_models_that_cannot_be_served():
     """A module without DDP, a static graph, another group, and a loss of no model are refused with what to do."""
-    reducer, group = GradAvgReducer(**WEIGHTED), dist.new_group([0, 1])
+    reducer = GradAvgReducer(**WEIGHTED)
+    group = dist.new_group([0, 1])
     with pytest.raises(RuntimeError, match="call register first"):
         reducer.weigh(torch.ones((), requires_grad=True), weight=1)
     with pytest.raises(TypeError, match=r"got OneWeight\. Wrap the model first"):

@@ -140,7 +140,8 @@ class Sharded(MLP):
     def __init__(self, shard: Callable[..., Any] | None = None, kind: str = "weighted_mean") -> None:
         super().__init__()
         self.double()
-        self.shard, self.kind = shard, kind
+        self.shard = shard
+        self.kind = kind
         self.automatic_optimization = kind not in ("manual", "plain backward")
 
     def configure_model(self) -> None:
@@ -212,7 +213,8 @@ def test_weights_are_those_of_one_process(world, layout, way):
     if kind == "fabric":
         seen = ranks.run(in_fabric, layout, window)
     else:
-        batches, options = layout.batches(5, window if kind == "manual" else 0), {}
+        batches = layout.batches(5, window if kind == "manual" else 0)
+        options = {}
         if kind != "manual":
             options = {"accumulate_grad_batches": window, "gradient_clip_val": CLIP}
         strategy = {"reduction": "sum" if kind == "sum" else "weighted_mean", **layout.sizes}
@@ -246,7 +248,8 @@ def test_mean_has_the_bits_of_stock_in_full_windows(world):
 
 
 def trained(counts: Sequence[int], epochs: int, resume: str | None = None, save: str | None = None) -> Any:
-    model, layout = Sharded(fsdp), Layout(fsdp, counts)
+    model = Sharded(fsdp)
+    layout = Layout(fsdp, counts)
     strategy = GradAvgModelParallelStrategy(**WEIGHTED, **layout.sizes)
     trainer = make_trainer(strategy, max_epochs=epochs, use_distributed_sampler=False)
     trainer.fit(model, make_loader(layout.batches(2)[dist.get_rank()]), ckpt_path=resume)

@@ -75,7 +75,8 @@ def test_trainer_options_count_loader_batches(world, name, limit):
 )
 def test_several_loaders_are_read_as_in_stock_lightning(world, mode, kind, sizes, limit):
     """Fetched ahead or not, cycled, exhausted, left early, looked at between: every batch meets its own samples."""
-    read, looks = [Order(kind, size) for size in sizes], [Act("look", "batch start", 0, 1)]
+    read = [Order(kind, size) for size in sizes]
+    looks = [Act("look", "batch start", 0, 1)]
     options: dict[str, Any] = {"mode": mode, "max_epochs": 2, "limit_train_batches": limit}
     (stock,) = world(1).run(fit, read, None, looks, **options)
     ranks = world(2).run(fit, read, {}, looks, **options)
@@ -86,7 +87,8 @@ def test_several_loaders_are_read_as_in_stock_lightning(world, mode, kind, sizes
 @pytest.mark.parametrize("hook", ["start", "batch start", "batch"])
 def test_a_user_may_replace_the_callbacks_of_the_trainer(world, hook):
     """The strategy's own is among them while it trains, and learns of the short last batch."""
-    acts, options = [Act("replace callbacks", hook, 0, 1)], {"accumulate_grad_batches": 2, "max_epochs": 2}
+    acts = [Act("replace callbacks", hook, 0, 1)]
+    options = {"accumulate_grad_batches": 2, "max_epochs": 2}
     read = [Order("shuffle", 18)]
     (stock,) = world(1).run(fit, read, None, acts, **options)
     ranks = world(2).run(fit, read, {"num_replicas": 4}, acts, **options)
@@ -102,7 +104,8 @@ def lengthened(batch: Any, device: Any, index: int) -> Any:
     return [*batch, 0]
 
 
-REPLICAS, UNEQUAL = {"num_replicas": 4}, [Order("list", 8, 8), Order("list", 5, 5)]
+REPLICAS = {"num_replicas": 4}
+UNEQUAL = [Order("list", 8, 8), Order("list", 5, 5)]
 UNWEIGHED = "the number of samples cannot be read from a batch of type list"
 REFUSED: list[tuple[list[Order], dict[str, Any], dict[str, Any], str]] = [
     # What is read, options of the strategy, of the run, and what the errors of all 3 ranks say; one has no samples.

@@ -76,7 +76,9 @@ class Stepped(Recorded):
     ) -> None:
         super().__init__(0.1)
         torch.manual_seed(4)
-        self.net, self.step, self.automatic_optimization = net(), step, not by_hand
+        self.net = net()
+        self.step = step
+        self.automatic_optimization = not by_hand
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.step(self, batch)
@@ -191,7 +193,8 @@ def two_numbers() -> nn.ParameterList:
 
 def lost_on_rank_1(way: str, lost: int, weighs: bool, module: Any, batch: Tensor) -> Any:
     """Return the sum over all ranks' rows, and on rank 1 once no loss."""
-    loss, module.calls = GATHERS[way](module, module.net(batch)).sum(), getattr(module, "calls", -1) + 1
+    loss = GATHERS[way](module, module.net(batch)).sum()
+    module.calls = getattr(module, "calls", -1) + 1
     if (dist.get_rank(), module.calls) == (1, lost):
         return None
     return {"loss": loss, "weight": len(batch)} if weighs else loss
@@ -202,7 +205,8 @@ def misspelt(module: Any, batch: Tensor) -> Any:
 
 
 def silent(module: Any, batch: Tensor) -> Tensor | None:
-    again, module.before = batch is getattr(module, "before", None), batch
+    again = batch is getattr(module, "before", None)
+    module.before = batch
     return None if again else mean_loss(module, batch)
 
 
@@ -235,7 +239,8 @@ POISONS: dict[str, Callable[[Tensor], Any]] = {
 
 def poisoned(poison: str, way: str, module: Any, batch: Tensor) -> Any:
     """Return on rank 1 a poisoned loss of weight 0, over its own rows or those of all ranks."""
-    rows, rank = module.net(batch), dist.get_rank()
+    rows = module.net(batch)
+    rank = dist.get_rank()
     rows = rows if way == "alone" else GATHERS[way](module, rows)
     return {"loss": (POISONS[poison](rows) if rank else rows).sum(), "weight": 1 - rank}
 
@@ -488,10 +493,13 @@ def test_a_step_by_hand_or_the_same_error(world, name):
             (one.type_name, re.sub(r"rank \d", "", one.message)) for one in raised
         }
         return
-    seen, expected, weights = same_everywhere(ranks.run(train_run, name)), run.expected, run.weights
+    seen = same_everywhere(ranks.run(train_run, name))
+    expected = run.expected
+    weights = run.weights
     if expected is None:
         _, *of_one = train_in_one_process(run.module(), run.of_ranks, run.options["accumulate_grad_batches"])
-        expected, weights = [one.tolist() for one in of_one], True
+        expected = [one.tolist() for one in of_one]
+        weights = True
     found = [one.tolist() for one in (seen.weights if weights else seen.gradients)]
     assert [approx(one, run.tolerance) for one in expected] == found
 
@@ -585,7 +593,8 @@ def test_ignored_targets_are_looked_for_on_the_host(world):
 
 def resume_from_stock(path: str) -> int:
     """Body: continue a checkpoint of stock DDP under a rule; return how many times the steps of the first it has."""
-    batches, steps = make_loader([[1.0], [2.0]]), list[int]()
+    batches = make_loader([[1.0], [2.0]])
+    steps = list[int]()
     for epochs, strategy in enumerate((DDPStrategy(), GradAvgStrategy(reduction="weighted_mean")), 1):
         trainer = make_trainer(strategy, max_epochs=epochs, use_distributed_sampler=False)
         trainer.fit(Stepped(mean_loss), batches, ckpt_path=path if epochs > 1 else None)

@@ -118,7 +118,8 @@ def test_selected_on_ranks_that_run(world, tmp_path, way, strategy, more, expect
 
 def test_the_printed_config_is_the_config(tmp_path, capsys):
     """Case 25 (b): --print_config prints a config that prints itself, and holds every option."""
-    given, printed = in_config(tmp_path, IN_YAML), []
+    given = in_config(tmp_path, IN_YAML)
+    printed = []
     for file in (given[-1], str(tmp_path / "printed.yaml")):
         with pytest.raises(SystemExit, match=r"^0$"):
             main(["fit", "--config", file, "--print_config"])
