@@ -10,6 +10,7 @@ import argparse
 import os
 import statistics
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,10 +24,19 @@ from lightning_gradavg import hooks
 
 __all__ = ["main"]
 
-HOOKS: dict[str, Any] = {name: getattr(hooks, name) for name in hooks.__all__}
-HOOKS |= {"torch's allreduce_hook": allreduce_hook, "torch's bf16_compress_hook": bf16_compress_hook}
+Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
+
+HOOKS: dict[str, Hook] = {
+    **{name: getattr(hooks, name) for name in hooks.__all__},
+    "torch's allreduce_hook": allreduce_hook,
+    "torch's bf16_compress_hook": bf16_compress_hook,
+}
 ELEMENTS = 1_000_000
+"""Of the gradient whose error is measured."""
 BUCKETS = (262_144, 6_553_600, 4_367_360)
+"""Elements of the buckets whose time is measured."""
+WARMUP = 2
+"""Rounds that do not count."""
 
 
 def _bucket(gradients: Tensor, *, last: bool = True) -> Any:
@@ -34,24 +44,32 @@ def _bucket(gradients: Tensor, *, last: bool = True) -> Any:
     return SimpleNamespace(buffer=lambda: gradients, is_last=lambda: last)
 
 
-def _error(hook: Any, dtype: torch.dtype) -> float:
-    own = [
-        torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(rank)) for rank in range(dist.get_world_size())
-    ]
-    exact = torch.stack([one.to(dtype).double() for one in own]).mean(0)
-    found = hook(None, _bucket(own[dist.get_rank()].to(dtype))).wait()
-    return float((found - exact).norm() / exact.norm())
+def _error(hook: Hook, dtype: torch.dtype) -> float:
+    """Return the relative error of a hook's mean. A collective operation: every rank knows the gradients of all."""
+    gradients = []
+    for rank in range(dist.get_world_size()):
+        generator = torch.Generator().manual_seed(rank)
+        gradients.append(torch.randn(ELEMENTS, generator=generator).to(dtype))
+    exact = torch.stack([gradient.double() for gradient in gradients]).mean(0)
+    mean = hook(None, _bucket(gradients[dist.get_rank()])).wait()
+    return float((mean - exact).norm() / exact.norm())
 
 
-def _milliseconds(hook: Any, rounds: int) -> list[float]:
-    buckets, taken = [_bucket(torch.randn(size), last=size == BUCKETS[-1]) for size in BUCKETS], []
-    for _ in range(rounds + 2):
+def _milliseconds(hook: Hook, rounds: int) -> list[float]:
+    """Return the quartiles of the time of all buckets. A collective operation."""
+    buckets = []
+    for size in BUCKETS:
+        buckets.append(_bucket(torch.randn(size), last=size == BUCKETS[-1]))
+    milliseconds = []
+    for _ in range(WARMUP + rounds):
         dist.barrier()
-        begun = time.perf_counter()
-        for future in [hook(None, bucket) for bucket in buckets]:
+        started = time.perf_counter()
+        # All buckets are under way before the first one is waited for, as in a backward.
+        futures = [hook(None, bucket) for bucket in buckets]
+        for future in futures:
             future.wait()
-        taken.append(1000 * (time.perf_counter() - begun))
-    return statistics.quantiles(taken[2:], n=4)
+        milliseconds.append(1000 * (time.perf_counter() - started))
+    return statistics.quantiles(milliseconds[WARMUP:], n=4)
 
 
 def main() -> None:
@@ -67,10 +85,12 @@ def main() -> None:
     with joined():
         os.environ["GROUP_RANK"] = str(dist.get_rank() * arguments.nodes // dist.get_world_size())
         for name, hook in HOOKS.items():
-            errors = [_error(hook, dtype) for dtype in (torch.float32, torch.bfloat16)]
+            error_of_float32 = _error(hook, torch.float32)
+            error_of_bfloat16 = _error(hook, torch.bfloat16)
             low, median, high = _milliseconds(hook, arguments.rounds)
             if dist.get_rank() == 0:
-                line = f"{name:28s} {errors[0]:.2e} {errors[1]:.2e}  {median:4.0f} [{low:.0f}, {high:.0f}] ms"
+                errors = f"{error_of_float32:.2e} {error_of_bfloat16:.2e}"
+                line = f"{name:28s} {errors}  {median:4.0f} [{low:.0f}, {high:.0f}] ms"
                 print(line, flush=True)  # noqa: T201  # a benchmark prints
 
 

@@ -25,7 +25,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from rich.console import Console
 from rich.table import Table
@@ -35,6 +35,7 @@ from benchmarks.block import WARMUP, weight_of_rank
 from benchmarks.models import MODELS, Measured
 from benchmarks.one_gpu import OneGpu
 from benchmarks.report import WIDTH, Spread
+from benchmarks.trainer import make_quiet_trainer
 from benchmarks.world import World, is_rank, joined, slowest, start
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.reduction.totals import GatheredRows
@@ -126,17 +127,11 @@ def seconds_of(variant: Variant, module: Measured, batch: Any, steps: int, world
         weight = torch.tensor(weight, device=world.device)
     module.weight = weight
     clock = _Clock(steps, world.device)
-    trainer = Trainer(
+    trainer = make_quiet_trainer(
+        variant.strategy(),
         accelerator=_accelerator(world),
         devices=world.ranks_on_node,
         num_nodes=world.nodes,
-        strategy=variant.strategy(),
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
         callbacks=[clock],
     )
     batches: Any = [batch] * (WARMUP + steps + 1)
@@ -148,27 +143,35 @@ def seconds_of(variant: Variant, module: Measured, batch: Any, steps: int, world
     return clock.seconds
 
 
-def _measure(model: str, given: argparse.Namespace, world: World) -> dict[str, list[float]]:
+def _measure(model: str, arguments: argparse.Namespace, world: World) -> dict[str, list[float]]:
     """Return the seconds of a step on the slower rank under each variant, one for each round."""
     workload = MODELS[model]
-    steps = given.steps
-    if steps is None:
-        steps = workload.steps if world.device.type == "cpu" else STEPS_ON_GPU
+    steps: int
+    if arguments.steps is not None:
+        steps = arguments.steps
+    elif world.device.type == "cpu":
+        steps = workload.steps
+    else:
+        steps = STEPS_ON_GPU
     torch.manual_seed(0)
     module = Measured(workload.model())
     torch.manual_seed(1 + dist.get_rank())
     batch = tuple(part.to(world.device) for part in workload.batch())
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    shuffled = random.Random(0)
-    for number in range(given.rounds + 1):
-        for name in shuffled.sample(list(VARIANTS), len(VARIANTS)):
-            found = slowest([seconds_of(VARIANTS[name], module, batch, steps, world)], world.device)
+    # With the same seed, all ranks draw the same order.
+    generator = random.Random(0)
+    for number in range(arguments.rounds + 1):
+        for name in generator.sample(list(VARIANTS), len(VARIANTS)):
+            seconds_of_rank = seconds_of(VARIANTS[name], module, batch, steps, world)
+            (slowest_seconds,) = slowest([seconds_of_rank], world.device)
+            # The first round is dropped.
             if number > 0:
-                seconds[name] += found
+                seconds[name].append(slowest_seconds)
     return seconds
 
 
 def _table(seconds_of_models: Mapping[str, Mapping[str, Sequence[float]]], world: World) -> Table:
+    """Return a table of all models and variants."""
     card = "CPU"
     if world.device.type == "cuda":
         ranks = f"{dist.get_world_size()} ranks on {min(torch.cuda.device_count(), world.ranks_on_node)} GPU(s)"
@@ -183,7 +186,7 @@ def _table(seconds_of_models: Mapping[str, Mapping[str, Sequence[float]]], world
     for model, seconds in seconds_of_models.items():
         for name, variant in VARIANTS.items():
             times = Spread.of([1000 * value for value in seconds[name]])
-            ratios = Spread.of([value / base for value, base in zip(seconds[name], seconds[BASELINE], strict=True)])
+            ratios = Spread.of_ratios(seconds[name], seconds[BASELINE])
             table.add_row(
                 model,
                 name,
@@ -194,9 +197,10 @@ def _table(seconds_of_models: Mapping[str, Mapping[str, Sequence[float]]], world
     return table
 
 
-def _rank(given: argparse.Namespace) -> None:
+def _run_rank(arguments: argparse.Namespace) -> None:
+    """Measure all models, and print a table on rank 0."""
     with joined(shares_gpu=True) as world:
-        seconds = {model: _measure(model, given, world) for model in given.models}
+        seconds = {model: _measure(model, arguments, world) for model in arguments.models}
         if dist.get_rank() == 0:
             Console(width=WIDTH, markup=False).print(_table(seconds, world))
 
@@ -208,14 +212,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=20, help="rounds that count; one more is dropped")
     parser.add_argument("--steps", type=int, default=None, help="timed steps of a round")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    given = parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
     if is_rank():
-        _rank(given)
+        _run_rank(parsed)
         return
-    options = [f"--rounds={given.rounds}", "--models", *given.models]
-    if given.steps is not None:
-        options.append(f"--steps={given.steps}")
-    start("benchmarks.host_read", given.ranks, options)
+    options = [f"--rounds={parsed.rounds}", "--models", *parsed.models]
+    if parsed.steps is not None:
+        options.append(f"--steps={parsed.steps}")
+    start("benchmarks.host_read", parsed.ranks, options)
 
 
 if __name__ == "__main__":

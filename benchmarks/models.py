@@ -63,7 +63,12 @@ class Measured(LightningModule):
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
         loss = self.loss(batch)
-        return loss if self.weight is None else {"loss": loss, "weight": self.weight + batch_idx * self.varying}
+        if self.weight is None:
+            return loss
+        weight = self.weight
+        if self.varying:
+            weight = weight + batch_idx
+        return {"loss": loss, "weight": weight}
 
     @override
     def configure_optimizers(self) -> SGD:

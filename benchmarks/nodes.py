@@ -92,8 +92,10 @@ def obstacle(*tools: str) -> str | None:
         tools: The programs that are needed.
     """
     missing = [tool for tool in tools if shutil.which(tool) is None]
-    if missing or os.geteuid() != 0:
-        return f"network namespaces need root and iproute2; missing: {', '.join(missing) or 'root'}"
+    if os.geteuid() != 0 and not missing:
+        missing = ["root"]
+    if missing:
+        return f"network namespaces need root and iproute2; missing: {', '.join(missing)}"
     try:
         _remove_abandoned()
         with _namespace(f"gradavg{os.getpid()}n0"):
@@ -143,37 +145,47 @@ def network(nodes: int, rate: str | None) -> Iterator[Network]:
         yield Network(names, addresses, "cable")
 
 
-def _commands(given: argparse.Namespace, made: Network) -> Iterator[list[str]]:
-    for index, name in enumerate(made.namespaces):
-        launch = ["--nnodes", str(given.nodes), "--node-rank", str(index), "--nproc-per-node", str(given.ranks)]
-        launch += ["--master-addr", made.addresses[0], "--master-port", str(PORT)]
-        command = [sys.executable, "-m", "torch.distributed.run", *launch, "--module", given.module, *given.arguments]
-        yield ["ip", "netns", "exec", name, *command]
+def _commands(arguments: argparse.Namespace, nodes: Network) -> Iterator[list[str]]:
+    """Yield the command that starts the ranks of each node."""
+    for index, name in enumerate(nodes.namespaces):
+        command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
+        command += ["--nnodes", str(arguments.nodes), "--node-rank", str(index)]
+        command += ["--nproc-per-node", str(arguments.ranks)]
+        command += ["--master-addr", nodes.addresses[0], "--master-port", str(PORT)]
+        command += ["--module", arguments.module, *arguments.arguments]
+        yield command
 
 
 def _rate(rate: str) -> str:
+    """Return a rate of the command line.
+
+    Raises:
+        argparse.ArgumentTypeError: If `tc` would not understand it.
+    """
     if re.fullmatch(r"0*[1-9]\d*(kbit|mbit|gbit)", rate) is None:
         raise argparse.ArgumentTypeError(f"{rate!r} is not a rate; give a number > 0 and kbit, mbit or gbit: 1gbit")
     return rate
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Be the handler of signals: begin to remove the nodes."""
     del frame
-    # Nothing is to interrupt the removal, nor the commands that it runs: they inherit this.
-    for one in _SIGNALS:
-        signal.signal(one, signal.SIG_IGN)
+    # Nothing may interrupt the removal, nor the commands that it runs: they inherit this.
+    for signal_number in _SIGNALS:
+        signal.signal(signal_number, signal.SIG_IGN)
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 @contextmanager
 def _launched(commands: Iterator[list[str]], environment: dict[str, str]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Run commands, and end in the end those that are still running: first all are told, then each is waited for."""
-    with ExitStack() as waits, ExitStack() as told:
+    """Run commands; at the end of the block, terminate those that still run, and wait for each or kill it."""
+    # The inner stack closes first, so all processes are terminated before any is waited for.
+    with ExitStack() as waits, ExitStack() as terminations:
         processes = []
         for command in commands:
             process = subprocess.Popen(command, env=environment)
             waits.callback(_wait_or_kill, process)
-            told.callback(process.terminate)  # nothing where it has ended
+            terminations.callback(process.terminate)  # nothing where it has ended
             processes.append(process)
         yield processes
 
@@ -212,27 +224,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rate", type=_rate, default=None, help="of each cable, such as 1gbit (default: no limit)")
     parser.add_argument("--module", default="benchmarks.step", help="what to run (default: benchmarks.step)")
     parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENTS", help="arguments of the benchmark")
-    given = parser.parse_args(arguments)
-    if given.nodes < 1 or given.ranks < 1:
-        parser.error(f"--nodes and --ranks are 1 or more; got {given.nodes} and {given.ranks}")
-    if (reason := obstacle("ip", "tc")) is not None:
+    parsed = parser.parse_args(arguments)
+    if parsed.nodes < 1 or parsed.ranks < 1:
+        parser.error(f"--nodes and --ranks are 1 or more; got {parsed.nodes} and {parsed.ranks}")
+    reason = obstacle("ip", "tc")
+    if reason is not None:
         parser.error(reason)
     for number in _SIGNALS:
         signal.signal(number, _interrupt)
     try:
-        code = _run_on_nodes(given)
+        code = _run_on_nodes(parsed)
     except KeyboardInterrupt as interrupt:
         sys.exit(f"ended by {interrupt}; the nodes are removed")
     if code != 0:
         sys.exit(f"the benchmark failed: a node's launcher ended with exit code {code}")
 
 
-def _run_on_nodes(given: argparse.Namespace) -> int:
+def _run_on_nodes(arguments: argparse.Namespace) -> int:
     """Return 0, or the exit code of the first node that failed."""
-    with network(given.nodes, given.rate) as made:
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": made.interface, "NCCL_SOCKET_IFNAME": made.interface}
+    with network(arguments.nodes, arguments.rate) as nodes:
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": nodes.interface, "NCCL_SOCKET_IFNAME": nodes.interface}
         environment.setdefault("OMP_NUM_THREADS", "1")
-        with _launched(_commands(given, made), environment) as processes:
+        with _launched(_commands(arguments, nodes), environment) as processes:
             return _wait(processes)
 
 

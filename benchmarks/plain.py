@@ -23,7 +23,11 @@ __all__ = ["BASELINE", "plain_variants"]
 BASELINE = "DDP"
 
 
-def _loop(setting: Setting, clock: Clock, model: nn.Module, reduce: Callable[[], None] = lambda: None) -> None:
+def _nothing() -> None:
+    """Reduce nothing: DDP has done it in the backward."""
+
+
+def _loop(setting: Setting, clock: Clock, model: nn.Module, reduce: Callable[[], None] = _nothing) -> None:
     """Train as a plain PyTorch loop does; gradients are dropped between forward and backward, as in Lightning."""
     optimizer = SGD(model.parameters(), lr=LEARNING_RATE)
     inputs, target = setting.batch
@@ -39,16 +43,18 @@ def _loop(setting: Setting, clock: Clock, model: nn.Module, reduce: Callable[[],
 
 
 def _average_gradients(setting: Setting, clock: Clock, *, reduction: str, **options: Any) -> None:
+    """Be the `run` of a variant: reduce gradients by our function, without DDP."""
     weight = weight_of_rank() if RULES[reduction].uses_weight else None
-    _loop(
-        setting,
-        clock,
-        setting.module,
-        lambda: average_gradients(setting.module, reduction=reduction, weight=weight, **options),
-    )
+
+    def reduce() -> None:
+        average_gradients(setting.module, reduction=reduction, weight=weight, **options)
+
+    _loop(setting, clock, setting.module, reduce)
 
 
-def _raw_ddp(hook: Callable[..., Any] | None = None, **options: Any) -> Any:
+def _raw_ddp(hook: Callable[..., Any] | None = None, **options: Any) -> Callable[[Setting, Clock], None]:
+    """Return the `run` of a variant: DDP with these options, and a communication hook."""
+
     def run(setting: Setting, clock: Clock) -> None:
         device_ids = [setting.device] if setting.device.type == "cuda" else None
         model = DistributedDataParallel(setting.module, device_ids=device_ids, **options)

@@ -40,6 +40,11 @@ class Spread(NamedTuple):
             return cls(values[0], values[0], values[0])
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
 
+    @classmethod
+    def of_ratios(cls, values: Sequence[float], baseline: Sequence[float]) -> Spread:
+        """Return the spread of the ratios to a baseline, round by round."""
+        return cls.of([value / base for value, base in zip(values, baseline, strict=True)])
+
 
 @dataclass
 class Measurements:
@@ -80,25 +85,32 @@ class Measurements:
 
     def add(self, name: str, seconds: float, processor: float, sent: float) -> None:
         """Append a round of one variant."""
-        for table, value in ((self.seconds, seconds), (self.processor, processor), (self.sent, sent)):
-            table.setdefault(name, []).append(value)
+        self.seconds.setdefault(name, []).append(seconds)
+        self.processor.setdefault(name, []).append(processor)
+        self.sent.setdefault(name, []).append(sent)
 
-    def ratios(self, name: str, to: str) -> list[float] | None:
+    def ratios(self, name: str, to: str) -> Spread | None:
         """Return a variant's time relative to another's, round by round; None if the other was not measured."""
         if to not in self.seconds:
             return None
-        return [mine / other for mine, other in zip(self.seconds[name], self.seconds[to], strict=True)]
+        return Spread.of_ratios(self.seconds[name], self.seconds[to])
 
 
-def _cell(values: Sequence[float] | None, form: str = "{:.2f}", factor: float = 1.0) -> str:
-    if not values:
+def _milliseconds(seconds: Sequence[float]) -> str:
+    """Return the cell of times."""
+    spread = Spread.of([1e3 * value for value in seconds])
+    return f"{spread.median:.1f} [{spread.low:.1f}, {spread.high:.1f}]"
+
+
+def _ratio(spread: Spread | None) -> str:
+    """Return the cell of a ratio."""
+    if spread is None:
         return "-"
-    low, median, high = (form.format(factor * value) for value in Spread.of(values))
-    return f"{median} [{low}, {high}]"
+    return f"{spread.median:.3f} [{spread.low:.3f}, {spread.high:.3f}]"
 
 
 def _table(results: Measurements) -> Table:
-    rounds = max(map(len, results.seconds.values()), default=0)
+    rounds = max((len(seconds) for seconds in results.seconds.values()), default=0)
     table = Table(
         title=f"{results.title}: {results.gradient_bytes / 1e6:.1f} MB of gradients, {results.world_size} ranks on"
         f" {results.nodes} nodes ({results.device}), {rounds} rounds of {results.steps} steps",
@@ -108,12 +120,14 @@ def _table(results: Measurements) -> Table:
     for column in ("ms", f"of {BASELINE}", "of Lightning", "CPU ms", "sent MB"):
         table.add_column(column, justify="right", no_wrap=True)
     for name in results.names:
+        # What Lightning does beside reducing is no part of the variants that it does not run.
+        to_lightning = results.ratios(name, LIGHTNING) if name in results.in_lightning else None
         table.add_row(
             name,
-            _cell(results.seconds[name], "{:.1f}", 1e3),
-            _cell(results.ratios(name, BASELINE), "{:.3f}"),
-            _cell(results.ratios(name, LIGHTNING) if name in results.in_lightning else None, "{:.3f}"),
-            _cell(results.processor[name], "{:.1f}", 1e3),
+            _milliseconds(results.seconds[name]),
+            _ratio(results.ratios(name, BASELINE)),
+            _ratio(to_lightning),
+            _milliseconds(results.processor[name]),
             f"{statistics.median(results.sent[name]) / 1e6:.2f}",
         )
     return table
@@ -135,7 +149,7 @@ def save_report(results: Sequence[Measurements], output: Path) -> None:
         "command": sys.argv[1:],
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "models": [asdict(one) for one in results],
+        "models": [asdict(measurements) for measurements in results],
     }
     output.write_text(json.dumps(about, indent=1) + "\n")
     Console(width=WIDTH, markup=False).print(f"saved {output}")

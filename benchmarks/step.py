@@ -37,7 +37,8 @@ __all__ = ["main"]
 SEED = 0
 
 
-def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options of the command line, by default that of this process."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.step", description="Measure what a training step costs under each reduction."
     )
@@ -70,9 +71,10 @@ def _setting(model: str, world: World, steps: int | None) -> Setting:
     return Setting(module, batch, world.device, steps or MODELS[model].steps, world.nodes)
 
 
-def _measure(model: str, measured: Sequence[Variant], world: World, given: argparse.Namespace) -> Measurements:
-    setting = _setting(model, world, given.steps)
-    sent = sent_by(given.interface)
+def _measure(model: str, variants: Sequence[Variant], world: World, arguments: argparse.Namespace) -> Measurements:
+    """Measure all rounds of a model."""
+    setting = _setting(model, world, arguments.steps)
+    sent = sent_by(arguments.interface)
     parameters = list(setting.module.parameters())
     measurements = Measurements(
         model=model,
@@ -82,23 +84,25 @@ def _measure(model: str, measured: Sequence[Variant], world: World, given: argpa
         nodes=world.nodes,
         device=str(world.device.type),
         steps=setting.steps,
-        order=[variant.name for variant in measured],
-        in_lightning=[variant.name for variant in measured if variant.in_lightning],
+        order=[variant.name for variant in variants],
+        in_lightning=[variant.name for variant in variants if variant.in_lightning],
     )
-    shuffled = random.Random(SEED)
-    for number in range(given.rounds + 1):
-        for variant in shuffled.sample(measured, len(measured)):
+    # With the same seed, all ranks draw the same order.
+    generator = random.Random(SEED)
+    for number in range(arguments.rounds + 1):
+        for variant in generator.sample(variants, len(variants)):
             block = measure(variant, setting, sent)
             # The counter is the node's, and each of its ranks reads the same.
             seconds, processor, bytes_sent = slowest([block.seconds, block.processor, block.sent], world.device)
+            # The first round is dropped.
             if number > 0:
                 measurements.add(variant.name, seconds, processor, bytes_sent)
         if dist.get_rank() == 0:
-            sys.stderr.write(f"{model}: round {number} of {given.rounds}\n")
+            sys.stderr.write(f"{model}: round {number} of {arguments.rounds}\n")
     return measurements
 
 
-def _chosen(everything: Sequence[Variant], only: Sequence[str], without: Sequence[str]) -> list[Variant]:
+def _choose(variants: Sequence[Variant], only: Sequence[str], without: Sequence[str]) -> list[Variant]:
     """Return the variants that some patterns name, in their order.
 
     Raises:
@@ -108,38 +112,44 @@ def _chosen(everything: Sequence[Variant], only: Sequence[str], without: Sequenc
     def matches(name: str, patterns: Sequence[str]) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
-    names = [variant.name for variant in everything]
-    left = [one for one in everything if matches(one.name, only) and not matches(one.name, without)]
-    if not left:
+    chosen = []
+    for variant in variants:
+        if matches(variant.name, only) and not matches(variant.name, without):
+            chosen.append(variant)
+    if not chosen:
+        names = [variant.name for variant in variants]
         raise ValueError(f"--only={only} and --without={without} leave none of {names}")
-    return left
+    return chosen
 
 
-def _rank(given: argparse.Namespace) -> None:
+def _run_rank(arguments: argparse.Namespace) -> None:
+    """Measure all models; on rank 0, print a table for each, and save them."""
     # Between any two blocks there is a collection, which need not go through what imports have made.
     gc.freeze()
     with joined() as world:
         # Hooks that sum node by node differ from others where several nodes have several ranks each.
         by_node = world.nodes > 1 and world.ranks_on_node > 1
-        everything = [*plain_variants(), *trained_variants(several_on_nodes=by_node)]
-        measured = _chosen(everything, given.only, given.without)
+        variants = [*plain_variants(), *trained_variants(several_on_nodes=by_node)]
+        chosen = _choose(variants, arguments.only, arguments.without)
         results = []
-        for model in given.models:
-            measurements = _measure(model, measured, world, given)
+        for model in arguments.models:
+            measurements = _measure(model, chosen, world, arguments)
             results.append(measurements)
             if dist.get_rank() == 0:
                 print_report(measurements)
                 # After each model, so that an interrupt loses no more than one.
-                save_report(results, given.output)
+                save_report(results, arguments.output)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure as a rank, or start the ranks."""
-    given = _arguments(arguments)
+    parsed = _parse(arguments)
     if is_rank():
-        _rank(given)
-    else:
-        start("benchmarks.step", given.ranks, sys.argv[1:] if arguments is None else arguments)
+        _run_rank(parsed)
+        return
+    if arguments is None:
+        arguments = sys.argv[1:]
+    start("benchmarks.step", parsed.ranks, arguments)
 
 
 if __name__ == "__main__":

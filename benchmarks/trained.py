@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.block import WARMUP, Clock, Setting, Variant, weight_of_rank
+from benchmarks.trainer import make_quiet_trainer
 from lightning_gradavg import GradAvgStrategy, hooks
 from lightning_gradavg.rules import RULES
 
@@ -23,6 +24,8 @@ LIGHTNING = "Lightning DDPStrategy"
 
 
 class _Ticks(Callback):
+    """Ticks at every batch."""
+
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
@@ -39,38 +42,45 @@ def _train(
     weighted: bool = False,
     varying: bool = False,
     shared: bool = False,
-    around: Callable[[Trainer], None] | None = None,
+    prepare: Callable[[Trainer], None] | None = None,
 ) -> None:
+    """Be the `run` of a variant: train in Lightning's Trainer under a strategy.
+
+    Args:
+        strategy: Makes the strategy.
+        setting: What the variant works with.
+        clock: Ticks at every step.
+        weighted: Whether the training step returns a weight.
+        varying: Whether the weight changes from step to step.
+        shared: Whether every rank loads the global batch, of which the strategy gives each a chunk.
+        prepare: Changes the Trainer before the training.
+    """
     setting.module.weight = weight_of_rank() if weighted else None
-    batch = _of_all_ranks(setting.batch) if shared else setting.batch
-    batches: Any = [batch] * (WARMUP + setting.steps + 1)
     setting.module.varying = varying
-    trainer = Trainer(
-        accelerator=setting.device.type if setting.device.type == "cpu" else "gpu",
+    batch = _gather_batch(setting.batch) if shared else setting.batch
+    batches: Any = [batch] * (WARMUP + setting.steps + 1)
+    trainer = make_quiet_trainer(
+        strategy(),
+        accelerator="cpu" if setting.device.type == "cpu" else "gpu",
         devices=dist.get_world_size() // setting.nodes,
         num_nodes=setting.nodes,
-        strategy=strategy(),
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
         callbacks=[_Ticks(clock)],
     )
-    if around is not None:
-        around(trainer)
+    if prepare is not None:
+        prepare(trainer)
     trainer.fit(setting.module, DataLoader(batches, batch_size=None))
     # Lightning moves the model to the CPU when training ends.
     setting.module.to(setting.device)
 
 
-def _of_all_ranks(batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the global batch, of which each rank's own is its chunk."""
-    gathered = [[torch.empty_like(part) for _ in range(dist.get_world_size())] for part in batch]
-    for parts, part in zip(gathered, batch, strict=True):
-        dist.all_gather(parts, part)
-    return tuple(map(torch.cat, gathered))
+def _gather_batch(batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the global batch, of which each rank's own is its chunk. A collective operation."""
+    global_batch = []
+    for part in batch:
+        parts_of_ranks = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts_of_ranks, part)
+        global_batch.append(torch.cat(parts_of_ranks))
+    return tuple(global_batch)
 
 
 def _without_termination_flag(trainer: Trainer) -> None:
@@ -82,7 +92,7 @@ def _stock() -> Iterator[Variant]:
     yield Variant(LIGHTNING, partial(_train, DDPStrategy), in_lightning=True)
     yield Variant(
         f"{LIGHTNING}, no termination flag",
-        partial(_train, DDPStrategy, around=_without_termination_flag),
+        partial(_train, DDPStrategy, prepare=_without_termination_flag),
         in_lightning=True,
     )
     views = partial(DDPStrategy, gradient_as_bucket_view=True)
@@ -90,12 +100,13 @@ def _stock() -> Iterator[Variant]:
 
 
 def _ours(reduction: str, name: str = "", *, varying: bool = False, **options: Any) -> Variant:
+    """Return a variant of our strategy; `name` says what is special about it."""
+    title = f"GradAvg {reduction}"
+    if name:
+        title += f", {name}"
     strategy = partial(GradAvgStrategy, reduction=reduction, **options)
-    return Variant(
-        f"GradAvg {reduction}, {name}" if name else f"GradAvg {reduction}",
-        partial(_train, strategy, weighted=RULES[reduction].uses_weight, varying=varying),
-        in_lightning=True,
-    )
+    train = partial(_train, strategy, weighted=RULES[reduction].uses_weight, varying=varying)
+    return Variant(title, train, in_lightning=True)
 
 
 def _reproducible() -> Variant:
@@ -118,5 +129,7 @@ def trained_variants(*, several_on_nodes: bool) -> Iterator[Variant]:
     yield _ours("mean", "bucket views", gradient_as_bucket_view=True)
     for reduction in ("sum", "weighted_mean"):  # whose gradients are views of buckets by default
         yield _ours(reduction, "no bucket views", gradient_as_bucket_view=False)
-    for name in ("bfloat16", *(("by_node", "by_node_bfloat16") * several_on_nodes)):
-        yield _ours("weighted_mean", f"hooks.{name}", ddp_comm_hook=getattr(hooks, name))
+    yield _ours("weighted_mean", "hooks.bfloat16", ddp_comm_hook=hooks.bfloat16)
+    if several_on_nodes:
+        yield _ours("weighted_mean", "hooks.by_node", ddp_comm_hook=hooks.by_node)
+        yield _ours("weighted_mean", "hooks.by_node_bfloat16", ddp_comm_hook=hooks.by_node_bfloat16)

@@ -19,7 +19,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 __all__ = ["Model", "data", "main", "train"]
 
-_WORDS, _WIDTH, _LENGTH = 50_257, 768, 64
+_WORDS = 50_257
+_WIDTH = 768
+_LENGTH = 64
+"""Words of a text."""
 
 
 class Model(LightningModule):
@@ -28,7 +31,8 @@ class Model(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(_WIDTH, 12, 4 * _WIDTH, dropout=0.1, batch_first=True, norm_first=True)
-        self.words, self.places = nn.Embedding(_WORDS, _WIDTH), nn.Embedding(1024, _WIDTH)
+        self.words = nn.Embedding(_WORDS, _WIDTH)
+        self.positions = nn.Embedding(1024, _WIDTH)
         self.layers = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(_WIDTH)
 
@@ -36,7 +40,7 @@ class Model(LightningModule):
         """Return the mean loss of the next words."""
         (words,) = batch
         mask = nn.Transformer.generate_square_subsequent_mask(words.shape[1], device=words.device)
-        rows = self.words(words) + self.places.weight[: words.shape[1]]
+        rows = self.words(words) + self.positions.weight[: words.shape[1]]
         rows = self.norm(self.layers(rows, mask=mask, is_causal=True))
         scores = rows[:, :-1] @ self.words.weight.T
         return nn.functional.cross_entropy(scores.transpose(1, 2), words[:, 1:])
@@ -54,32 +58,45 @@ def data() -> DataLoader[Any]:
 
 def train() -> None:
     """Train two steps in float64 on one process."""
-    quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger"), False)
-    Trainer(max_steps=2, precision="64-true", accelerator="cpu", **quiet).fit(Model(), data())
+    trainer = Trainer(
+        max_steps=2,
+        precision="64-true",
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Model(), data())
 
 
 def _memory(root: int) -> int:
     """Return the bytes that a process and its descendants hold; what they share counts once."""
-    process = psutil.Process(root)
-    held = 0
-    for each in [process, *process.children(recursive=True)]:
+    root_process = psutil.Process(root)
+    held: int = 0
+    for process in [root_process, *root_process.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):  # it has ended
-            held += each.memory_full_info().pss
+            held += process.memory_full_info().pss
     return held
 
 
 def main() -> None:
     """Print what both take."""
     verify = "-m lightning_gradavg verify benchmarks/verified.py:Model --data benchmarks/verified.py:data --steps 2"
-    alone = ["-c", "from benchmarks.verified import train; train()"]
-    for name, arguments in {"one process trains": alone, "gradavg verify": verify.split()}.items():
-        begun, most = time.perf_counter(), 0
+    commands = {
+        "one process trains": ["-c", "from benchmarks.verified import train; train()"],
+        "gradavg verify": verify.split(),
+    }
+    for name, arguments in commands.items():
+        started = time.perf_counter()
+        most = 0
         with subprocess.Popen([sys.executable, *arguments]) as process:
             while process.poll() is None:
                 most = max(most, _memory(process.pid))
                 time.sleep(0.2)
-        took = f"{time.perf_counter() - begun:.0f} s, {most / 1e9:.1f} GB"
-        print(f"{name}: exit code {process.returncode}, {took}")  # noqa: T201  # a benchmark prints
+        seconds = time.perf_counter() - started
+        line = f"{name}: exit code {process.returncode}, {seconds:.0f} s, {most / 1e9:.1f} GB"
+        print(line)  # noqa: T201  # a benchmark prints
 
 
 if __name__ == "__main__":

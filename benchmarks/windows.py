@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.report import Spread
+from benchmarks.trainer import make_quiet_trainer
 from benchmarks.world import is_rank, joined, slowest, start
 from lightning_gradavg import GradAvgStrategy
 
@@ -29,13 +30,17 @@ __all__ = ["main"]
 
 WINDOWS = (1, 2, 4)
 WARMUP = 2
+STOCK = "Lightning DDPStrategy"
+OURS = "GradAvg weighted_mean"
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
-    "Lightning DDPStrategy": DDPStrategy,
-    "GradAvg weighted_mean": lambda: GradAvgStrategy(reduction="weighted_mean"),
+    STOCK: DDPStrategy,
+    OURS: lambda: GradAvgStrategy(reduction="weighted_mean"),
 }
 
 
 class _Sleep(torch.autograd.Function):
+    """Sleeps in the forward and in the backward, and passes values and gradients on."""
+
     @staticmethod
     def forward(ctx: Any, loss: Tensor, seconds: float) -> Tensor:
         ctx.seconds = seconds
@@ -64,49 +69,56 @@ class _Sleeper(LightningModule):
 
 
 class _Clock(Callback):
-    def __init__(self, begin: int) -> None:
-        self._begin, self.begun = begin, 0.0
+    """Notes the time when a batch begins."""
 
-    def on_train_batch_start(self, *rest: Any) -> None:
-        """Begin to count."""
-        if rest[-1] == self._begin:
-            self.begun = time.perf_counter()
+    def __init__(self, first_batch: int) -> None:
+        self._first_batch = first_batch
+        self.started = 0.0
+
+    def on_train_batch_start(self, *arguments: Any) -> None:
+        """Note the time if the batch is the first one that counts."""
+        batch_idx = arguments[-1]
+        if batch_idx == self._first_batch:
+            self.started = time.perf_counter()
 
 
 def _seconds(strategy: Strategy, times: list[float], window: int) -> float:
     """Return the mean time of an optimizer step on this rank."""
     clock = _Clock(WARMUP * window)
-    trainer = Trainer(
+    trainer = make_quiet_trainer(
+        strategy,
         accelerator="cpu",
         devices=dist.get_world_size(),
-        strategy=strategy,
-        max_epochs=1,
         accumulate_grad_batches=window,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
         callbacks=[clock],
     )
     trainer.fit(_Sleeper(), DataLoader(torch.tensor(times).split(1), batch_size=None))
-    return (time.perf_counter() - clock.begun) / (len(times) // window - WARMUP)
+    steps = len(times) // window - WARMUP
+    return (time.perf_counter() - clock.started) / steps
 
 
-def _measure(given: argparse.Namespace, device: torch.device) -> None:
-    order = random.Random(0)
+def _measure(arguments: argparse.Namespace, device: torch.device) -> None:
+    """Measure windows of each length, and print a line for each on rank 0."""
+    # With the same seed, all ranks draw the same order; times have another seed on every rank.
+    generator = random.Random(0)
     for window in WINDOWS:
-        found: dict[str, list[float]] = {name: [] for name in STRATEGIES}
-        for number in range(given.rounds):
-            draw = random.Random(f"{number} {window} {dist.get_rank()}")
-            times = [draw.lognormvariate(0, 0.5) * given.seconds for _ in range((given.steps + WARMUP) * window)]
-            for name in order.sample(list(STRATEGIES), len(STRATEGIES)):
-                found[name] += slowest([_seconds(STRATEGIES[name](), times, window)], device)
-        stock, ours = found.values()
-        low, median, high = Spread.of([mine / its for mine, its in zip(ours, stock, strict=True)])
+        seconds: dict[str, list[float]] = {name: [] for name in STRATEGIES}
+        for number in range(arguments.rounds):
+            generator_of_times = random.Random(f"{number} {window} {dist.get_rank()}")
+            times = []
+            for _ in range((arguments.steps + WARMUP) * window):
+                times.append(generator_of_times.lognormvariate(0, 0.5) * arguments.seconds)
+            for name in generator.sample(list(STRATEGIES), len(STRATEGIES)):
+                (slowest_seconds,) = slowest([_seconds(STRATEGIES[name](), times, window)], device)
+                seconds[name].append(slowest_seconds)
+        stock = Spread.of(seconds[STOCK])
+        ratio = Spread.of_ratios(seconds[OURS], seconds[STOCK])
         if dist.get_rank() == 0:
-            line = f"{window}: {1000 * Spread.of(stock)[1]:.0f} ms under stock; {median:.3f} [{low:.3f}, {high:.3f}]"
-            print(f"windows of {line} of that", flush=True)  # noqa: T201  # a benchmark prints
+            print(  # noqa: T201  # a benchmark prints
+                f"windows of {window}: {1000 * stock.median:.0f} ms under stock;"
+                f" {ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] of that",
+                flush=True,
+            )
 
 
 def main() -> None:
@@ -116,13 +128,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=10, help="timed optimizer steps of a round")
     parser.add_argument("--seconds", type=float, default=0.03, help="median of a micro-batch")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     if is_rank():
         with joined() as world:
-            _measure(given, world.device)
+            _measure(arguments, world.device)
         return
-    options = [f"--{name}={value}" for name, value in vars(given).items()]
-    start("benchmarks.windows", given.ranks, options)
+    options = [f"--{name}={value}" for name, value in vars(arguments).items()]
+    start("benchmarks.windows", arguments.ranks, options)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,8 @@ def joined(*, shares_gpu: bool = False) -> Iterator[World]:
     Args:
         shares_gpu: What happens where there are fewer GPUs than ranks: all ranks share the first one, or use CPUs.
     """
-    local_rank, ranks_on_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    local_rank = int(os.environ["LOCAL_RANK"])
+    ranks_on_node = int(os.environ["LOCAL_WORLD_SIZE"])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     device = torch.device("cpu")
     if torch.cuda.is_available() and torch.cuda.device_count() >= ranks_on_node:

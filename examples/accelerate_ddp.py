@@ -15,7 +15,10 @@ from torch.utils.data import DataLoader
 
 from lightning_gradavg import GradAvgReducer, split_batches
 
-EPOCHS, WINDOW, TOKENS, LENGTH = 3, 2, 11, 12
+EPOCHS = 3
+WINDOW = 2
+TOKENS = 11
+LENGTH = 12
 
 
 def new_model() -> nn.Module:
@@ -43,7 +46,8 @@ def train(accelerator: Accelerator) -> nn.Module:
     for _ in range(EPOCHS):
         for inputs, targets in loader:
             with accelerator.accumulate(model):
-                loss, tokens = mean_loss(model, inputs, targets), (targets != -100).sum()
+                loss = mean_loss(model, inputs, targets)
+                tokens = (targets != -100).sum()
                 loss = reducer.weigh(loss, weight=tokens, samples=loader.samples, divided_by=WINDOW)
                 accelerator.backward(loss)
                 optimizer.step()  # at the end of each window, as Accelerate sees to
@@ -65,7 +69,7 @@ def on_one_process() -> nn.Module:
 def main() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=WINDOW)
     pairs = zip(train(accelerator).parameters(), on_one_process().parameters(), strict=True)
-    difference = max((mine - one).abs().max().item() for mine, one in pairs)
+    difference = max((parameter - expected).abs().max().item() for parameter, expected in pairs)
     accelerator.print(f"{accelerator.num_processes} processes: largest difference to one process {difference:.1e}")
     accelerator.end_training()
 

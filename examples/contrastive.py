@@ -22,7 +22,8 @@ class TwoTowers(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.images, self.texts = nn.Linear(12, 8), nn.Linear(6, 8)
+        self.images = nn.Linear(12, 8)
+        self.texts = nn.Linear(6, 8)
         self.scale = nn.Parameter(torch.tensor(1.0))
 
     def encode(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,7 +67,7 @@ def main() -> None:
     trainer.fit(model, loader())
     if trainer.is_global_zero:
         pairs = zip(model.parameters(), on_one_process().parameters(), strict=True)
-        difference = max((mine - one).abs().max().item() for mine, one in pairs)
+        difference = max((parameter - expected).abs().max().item() for parameter, expected in pairs)
         print(f"{trainer.world_size} processes: largest difference to one process {difference:.1e}")
 
 

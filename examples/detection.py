@@ -24,7 +24,9 @@ class Detector(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.body, self.classify, self.locate = nn.Linear(8, 16), nn.Linear(16, 3), nn.Linear(16, 4)
+        self.body = nn.Linear(8, 16)
+        self.classify = nn.Linear(16, 3)
+        self.locate = nn.Linear(16, 4)
 
     def sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
         images, classes, boxes, image_of_box = batch
@@ -49,8 +51,9 @@ class Detector(LightningModule):
 
 def collate(samples: list[tuple[Tensor, int, Tensor]]) -> Batch:
     images, classes, boxes = zip(*samples, strict=True)
-    image_of_box = [index for index, of_image in enumerate(boxes) for _ in of_image]
-    return torch.stack(images), torch.tensor(classes), torch.cat(boxes), torch.tensor(image_of_box, dtype=torch.long)
+    boxes_of_images = torch.tensor([len(boxes_of_image) for boxes_of_image in boxes])
+    image_of_box = torch.arange(len(images)).repeat_interleave(boxes_of_images)
+    return torch.stack(images), torch.tensor(classes), torch.cat(boxes), image_of_box
 
 
 def on_one_process() -> Detector:
@@ -59,9 +62,9 @@ def on_one_process() -> Detector:
     for _ in range(EPOCHS):
         for batch in model.train_dataloader():
             _, classes, boxes, _ = batch
-            of_classes, of_boxes = model.sums(batch)
+            sum_of_classes, sum_of_boxes = model.sums(batch)
             optimizer.zero_grad()
-            (of_classes / len(classes) + of_boxes / len(boxes)).backward()
+            (sum_of_classes / len(classes) + sum_of_boxes / len(boxes)).backward()
             optimizer.step()
     return model
 
@@ -73,7 +76,7 @@ def main() -> None:
     trainer.fit(model)
     if trainer.is_global_zero:
         pairs = zip(model.parameters(), on_one_process().parameters(), strict=True)
-        difference = max((mine - one).abs().max().item() for mine, one in pairs)
+        difference = max((parameter - expected).abs().max().item() for parameter, expected in pairs)
         print(f"{trainer.world_size} processes: largest difference to one process {difference:.1e}")
 
 

@@ -23,7 +23,8 @@ class Classifier(LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.layer = nn.Linear(4, 3)
-        self.accuracy, self.samples = MulticlassAccuracy(3, average="micro"), SumMetric()
+        self.accuracy = MulticlassAccuracy(3, average="micro")
+        self.samples = SumMetric()
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         inputs, labels = batch
@@ -41,11 +42,11 @@ def main() -> None:
     model = Classifier()
     for strategy in ("ddp", GradAvgStrategy(exact_evaluation=True)):
         trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, **QUIET)
-        [seen] = trainer.test(model, DataLoader(data(), batch_size=2), verbose=False)
+        [metrics] = trainer.test(model, DataLoader(data(), batch_size=2), verbose=False)
         if trainer.is_global_zero:
             name = strategy if isinstance(strategy, str) else "GradAvgStrategy"
-            on = f"{name}, {trainer.world_size} processes"
-            print(f"{on}: accuracy {seen['accuracy']:.6f} of {seen['samples']:.0f} samples")
+            result = f"accuracy {metrics['accuracy']:.6f} of {metrics['samples']:.0f} samples"
+            print(f"{name}, {trainer.world_size} processes: {result}")
     if trainer.is_global_zero:
         inputs, labels = data().tensors
         hits = (model.layer(inputs).argmax(dim=1) == labels).float()

@@ -14,7 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gradavg.fabric import GradAvgStrategy
 
-EPOCHS, WINDOW, TOKENS, LENGTH = 3, 2, 11, 40
+EPOCHS = 3
+WINDOW = 2
+TOKENS = 11
+LENGTH = 40
 
 
 def new_model() -> nn.Module:
@@ -41,11 +44,11 @@ def train(fabric: Fabric) -> nn.Module:
     loader = fabric.setup_dataloaders(new_loader())
     for _ in range(EPOCHS):
         for index, batch in enumerate(loader, start=1):
-            last = index % WINDOW == 0 or index == len(loader)
-            with fabric.no_backward_sync(model, enabled=not last):
+            ends_window = index % WINDOW == 0 or index == len(loader)
+            with fabric.no_backward_sync(model, enabled=not ends_window):
                 loss, tokens = mean_loss(model, *batch)
                 fabric.backward(loss, weight=tokens)  # the mean over the window's tokens: nothing is to be divided
-            if last:
+            if ends_window:
                 optimizer.step()
                 optimizer.zero_grad()
     return module
@@ -57,9 +60,13 @@ def on_one_process() -> nn.Module:
     batches = list(new_loader())
     for _ in range(EPOCHS):
         for start in range(0, len(batches), WINDOW):
-            pairs = [mean_loss(model, *batch) for batch in batches[start : start + WINDOW]]
-            losses, tokens = (torch.stack(each) for each in zip(*pairs, strict=True))
-            ((losses * tokens).sum() / tokens.sum()).backward()
+            sum_of_losses = torch.tensor(0.0)
+            sum_of_tokens = torch.tensor(0)
+            for batch in batches[start : start + WINDOW]:
+                loss, tokens = mean_loss(model, *batch)
+                sum_of_losses = sum_of_losses + loss * tokens
+                sum_of_tokens = sum_of_tokens + tokens
+            (sum_of_losses / sum_of_tokens).backward()
             optimizer.step()
             optimizer.zero_grad()
     return model
@@ -70,7 +77,7 @@ def main() -> None:
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
     pairs = zip(train(fabric).parameters(), on_one_process().parameters(), strict=True)
-    difference = max((mine - one).abs().max().item() for mine, one in pairs)
+    difference = max((parameter - expected).abs().max().item() for parameter, expected in pairs)
     fabric.print(f"{fabric.world_size} processes: largest difference to one process {difference:.1e}")
 
 

@@ -49,7 +49,8 @@ class GAN(LightningModule):
 def loader() -> DataLoader[tuple[Tensor, ...]]:
     """Return 37 samples, each with its noise, in global batches of 8, of which the last has 5."""
     generator = torch.Generator().manual_seed(1)
-    real, noise = torch.randn(37, 2, generator=generator) + 2, torch.randn(37, 4, generator=generator)
+    real = torch.randn(37, 2, generator=generator) + 2
+    noise = torch.randn(37, 4, generator=generator)
     return DataLoader(TensorDataset(real, noise), batch_size=8)
 
 
@@ -71,7 +72,7 @@ def main() -> None:
     trainer.fit(gan, loader())
     if trainer.is_global_zero:
         pairs = zip(gan.parameters(), on_one_process().parameters(), strict=True)
-        difference = max((mine - one).abs().max().item() for mine, one in pairs)
+        difference = max((parameter - expected).abs().max().item() for parameter, expected in pairs)
         print(f"{trainer.world_size} processes: largest difference to one process {difference:.1e}")
 
 

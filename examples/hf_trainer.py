@@ -11,11 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import default_collate
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from lightning_gradavg import GradAvgReducer
 
-EPOCHS, TOKENS, SAMPLES, LENGTH = 3, 11, 16, 12
+EPOCHS = 3
+TOKENS = 11
+SAMPLES = 16
+LENGTH = 12
 CLASS_WEIGHTS = torch.linspace(0.1, 3, TOKENS)
 
 
@@ -27,12 +31,14 @@ def new_model() -> nn.Module:
 
 def new_data() -> list[dict[str, Tensor]]:
     tokens = torch.randint(TOKENS, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
-    labels = tokens.masked_fill(torch.arange(LENGTH) >= torch.arange(SAMPLES)[:, None] % (LENGTH - 1) + 2, -100)
-    return [{"input_ids": ids, "labels": of_ids} for ids, of_ids in zip(tokens, labels, strict=True)]
+    lengths = torch.arange(SAMPLES)[:, None] % (LENGTH - 1) + 2
+    labels = tokens.masked_fill(torch.arange(LENGTH) >= lengths, -100)
+    return [{"input_ids": tokens[index], "labels": labels[index]} for index in range(SAMPLES)]
 
 
 def mean_loss(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    logits, labels = model(input_ids=inputs["input_ids"]).logits[:, :-1], inputs["labels"][:, 1:]
+    logits = model(input_ids=inputs["input_ids"]).logits[:, :-1]
+    labels = inputs["labels"][:, 1:]
     loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=CLASS_WEIGHTS, ignore_index=-100)
     return loss, CLASS_WEIGHTS[labels[labels != -100]].sum(), logits
 
@@ -48,15 +54,19 @@ class WeightedTrainer(Trainer):
         loss, weight, logits = mean_loss(model, inputs)
         if self.reducer is not None and torch.is_grad_enabled():
             loss = self.reducer.weigh(loss, weight=weight)
-        return (loss, {"logits": logits}) if return_outputs else loss
+        if return_outputs:
+            return loss, {"logits": logits}
+        return loss
 
 
 def on_one_process() -> nn.Module:
-    model, data = new_model(), new_data()
+    model = new_model()
+    batch = default_collate(new_data())  # all samples
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(EPOCHS):
         optimizer.zero_grad()
-        mean_loss(model, {name: torch.stack([sample[name] for sample in data]) for name in data[0]})[0].backward()
+        loss, _, _ = mean_loss(model, batch)
+        loss.backward()
         optimizer.step()
     return model
 
@@ -66,11 +76,12 @@ def main() -> None:
     quiet: Any = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
     counts: Any = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": EPOCHS}
     arguments = TrainingArguments("hf_output", use_cpu=True, ddp_find_unused_parameters=False, **sgd, **quiet, **counts)
-    trainer = WeightedTrainer(model := new_model(), arguments, train_dataset=new_data())  # 2 x 2 x 4 samples: all 16
+    model = new_model()
+    trainer = WeightedTrainer(model, arguments, train_dataset=new_data())  # 2 x 2 x 4 samples: all 16
     trainer.train()
     trainer.evaluate(new_data())
-    of_one = on_one_process().parameters()
-    difference = max((mine - one).abs().max().item() for mine, one in zip(model.parameters(), of_one, strict=True))
+    pairs = zip(model.parameters(), on_one_process().parameters(), strict=True)
+    difference = max((parameter - expected).abs().max().item() for parameter, expected in pairs)
     if trainer.is_world_process_zero():
         print(f"{arguments.world_size} processes: largest difference to one process {difference:.1e}")
 

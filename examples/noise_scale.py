@@ -28,11 +28,14 @@ class NoiseScale(Callback):
     """
 
     def __init__(self, every_n_steps: int = 1) -> None:
-        self.every, self.trace, self.squared_gradient, self.asked = every_n_steps, 0.0, 0.0, False
+        self.every_n_steps = every_n_steps
+        self.trace = 0.0
+        self.squared_gradient = 0.0
+        self.asked = False
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
         strategy: Any = trainer.strategy
-        if trainer.global_step % self.every == 0 and not strategy.observing:
+        if trainer.global_step % self.every_n_steps == 0 and not strategy.observing:
             strategy.observe_next_step()
             self.asked = True
 
@@ -40,17 +43,25 @@ class NoiseScale(Callback):
         strategy: Any = trainer.strategy
         if not self.asked or strategy.observing:
             return
-        self.asked, report = False, strategy.report()
-        norms = [(b, norm) for b, norm in zip(report.samples, report.local_gradient_norms, strict=True) if b]
-        total, ranks, squared = report.global_batch_size, len(norms), report.gradient_norm**2
+        self.asked = False
+        report = strategy.report()
+        total = report.global_batch_size
+        squared = report.gradient_norm**2
+        ranks = 0
+        mean_of_squares = 0.0
+        for samples, norm in zip(report.samples, report.local_gradient_norms, strict=True):
+            if samples > 0:
+                ranks += 1
+                mean_of_squares += samples / total * norm**2
         if ranks > 1:  # the gradient of a single rank has no spread
-            mean_of_squares = sum(b / total * norm**2 for b, norm in norms)
             self.trace += (mean_of_squares - squared) * total / (ranks - 1)
             self.squared_gradient += (ranks * squared - mean_of_squares) / (ranks - 1)
 
     def value(self) -> float:
         """Return the noise scale; NaN while an average is not above 0, which takes more steps."""
-        return self.trace / self.squared_gradient if min(self.trace, self.squared_gradient) > 0 else float("nan")
+        if self.trace <= 0 or self.squared_gradient <= 0:
+            return float("nan")
+        return self.trace / self.squared_gradient
 
 
 class Linear(LightningModule):
@@ -66,7 +77,8 @@ class Linear(LightningModule):
 
 
 def main() -> None:
-    noise, strategy = NoiseScale(), GradAvgStrategy(split_batches=True)
+    noise = NoiseScale()
+    strategy = GradAvgStrategy(split_batches=True)
     samples = 1 + 3 * torch.randn(9 * 100, 100, generator=torch.Generator().manual_seed(0))
     trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, callbacks=[noise], **QUIET)
     trainer.fit(Linear(), DataLoader(TensorDataset(samples), batch_size=9))

@@ -42,14 +42,20 @@ def train(model: nn.Module, loader: Iterable[Any], backward: Callable[[Tensor], 
 
 
 def with_ddp() -> nn.Module:
-    model, loader = DistributedDataParallel(new_model()), split_batches(new_loader())
+    model = DistributedDataParallel(new_model())
+    loader = split_batches(new_loader())
     reducer = GradAvgReducer(reduction="weighted_mean")  # weighs the loss; DDP averages
     reducer.register(model)
-    return train(model, loader, lambda loss: reducer.weigh(loss, samples=loader.samples).backward())
+
+    def backward(loss: Tensor) -> None:
+        reducer.weigh(loss, samples=loader.samples).backward()
+
+    return train(model, loader, backward)
 
 
 def without_ddp() -> nn.Module:
-    model, loader = new_model(), split_batches(new_loader())
+    model = new_model()
+    loader = split_batches(new_loader())
 
     def backward(loss: Tensor) -> None:
         loss.backward()
@@ -61,10 +67,10 @@ def without_ddp() -> nn.Module:
 def main() -> None:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    alone = train(new_model(), new_loader(), lambda loss: loss.backward())
+    reference = train(new_model(), new_loader(), lambda loss: loss.backward())
     for name, trained in (("DDP", with_ddp()), ("average_gradients", without_ddp())):
-        pairs = zip(trained.parameters(), alone.parameters(), strict=True)
-        difference = max((mine - one).abs().max().item() for mine, one in pairs)
+        pairs = zip(trained.parameters(), reference.parameters(), strict=True)
+        difference = max((parameter - expected).abs().max().item() for parameter, expected in pairs)
         if dist.get_rank() == 0:
             print(f"{name}, {dist.get_world_size()} processes: largest difference to one process {difference:.1e}")
 

@@ -54,8 +54,8 @@ def train_on_worker() -> None:
     )
     model = Model()
     prepare_trainer(trainer).fit(model)
-    of_one = on_one_process().parameters()
-    difference = max((mine - one).abs().max().item() for mine, one in zip(model.parameters(), of_one, strict=True))
+    pairs = zip(model.parameters(), on_one_process().parameters(), strict=True)
+    difference = max((parameter - expected).abs().max().item() for parameter, expected in pairs)
     if trainer.is_global_zero:  # Ray shows what workers print
         print(f"{trainer.world_size} processes: largest difference to one process {difference:.1e}")
 

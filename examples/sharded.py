@@ -16,21 +16,27 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gradavg import GradAvgModelParallelStrategy
 
-SAMPLES, STEPS, LENGTH, TOKENS, WIDTH = 24, 3, 12, 16, 32
+SAMPLES = 24
+STEPS = 3
+LENGTH = 12
+TOKENS = 16
+WIDTH = 32
 
 
 def data() -> TensorDataset:
     torch.manual_seed(1)
     inputs = torch.randint(TOKENS, (SAMPLES, LENGTH))
     lengths = torch.randint(2, LENGTH + 1, (SAMPLES, 1))
-    return TensorDataset(inputs, inputs.cumsum(1).remainder(TOKENS).masked_fill(torch.arange(LENGTH) >= lengths, -100))
+    targets = inputs.cumsum(1).remainder(TOKENS)
+    return TensorDataset(inputs, targets.masked_fill(torch.arange(LENGTH) >= lengths, -100))
 
 
 class Transformer(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.head = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, TOKENS)
+        self.embedding = nn.Embedding(TOKENS, WIDTH)
+        self.head = nn.Linear(WIDTH, TOKENS)
         layers = (nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True) for _ in range(2))
         self.blocks = nn.ModuleList(layers)
 
@@ -40,7 +46,8 @@ class Transformer(LightningModule):
             fully_shard(part, mesh=mesh["data_parallel"])
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden, mask = self.embedding(inputs), nn.Transformer.generate_square_subsequent_mask(LENGTH)
+        hidden = self.embedding(inputs)
+        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
         for block in self.blocks:
             hidden = block(hidden, src_mask=mask, is_causal=True)
         return self.head(hidden)  # type: ignore[no-any-return]  # of a module
@@ -55,7 +62,8 @@ class Transformer(LightningModule):
 
 
 def on_one_process() -> nn.Module:
-    optimizer = (model := Transformer()).configure_optimizers()
+    model = Transformer()
+    optimizer = model.configure_optimizers()
     for _ in range(STEPS):
         optimizer.zero_grad()
         model.training_step(data()[:], 0)["loss"].backward()
@@ -67,10 +75,11 @@ def main() -> None:
     strategy = GradAvgModelParallelStrategy(reduction="weighted_mean", data_parallel_size=2, tensor_parallel_size=1)
     quiet: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)
     trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=STEPS, **quiet)
-    trainer.fit(model := Transformer(), DataLoader(data(), batch_size=SAMPLES // 2))  # one global batch
-    sharded = [each.full_tensor() for each in model.parameters() if isinstance(each, DTensor)]
-    pairs = zip(sharded, on_one_process().parameters(), strict=True)
-    difference = max((mine - one).abs().max().item() for mine, one in pairs)
+    model = Transformer()
+    trainer.fit(model, DataLoader(data(), batch_size=SAMPLES // 2))  # one global batch
+    whole = [parameter.full_tensor() for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    pairs = zip(whole, on_one_process().parameters(), strict=True)
+    difference = max((parameter - expected).abs().max().item() for parameter, expected in pairs)
     if trainer.is_global_zero:
         print(f"2 processes: largest difference to one process {difference:.1e}")
 

@@ -59,7 +59,7 @@ def main() -> None:
         trainer.fit(net, loader())
         if trainer.is_global_zero:
             pairs = zip(net.parameters(), on_one_process().parameters(), strict=True)
-            difference = max((mine - one).abs().max().item() for mine, one in pairs)
+            difference = max((parameter - expected).abs().max().item() for parameter, expected in pairs)
             name = strategy if isinstance(strategy, str) else "GradAvgStrategy"
             print(f"{name}, {trainer.world_size} processes: largest difference to one process {difference:.1e}")
 

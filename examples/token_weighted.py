@@ -23,7 +23,8 @@ class LanguageModel(LightningModule):
     def __init__(self, tokens: int = 11, width: int = 16) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(tokens, width), nn.Linear(width, tokens)
+        self.embed = nn.Embedding(tokens, width)
+        self.head = nn.Linear(width, tokens)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
         inputs, targets = batch
@@ -36,7 +37,7 @@ class LanguageModel(LightningModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(1)
-        lengths = [length for _ in range(7) for length in (2, 3, 4, 40)]
+        lengths = [2, 3, 4, 40] * 7
         data: Any = [torch.randint(11, (length,), generator=generator) for length in lengths]
         return DataLoader(data, batch_size=6, collate_fn=collate)
 
@@ -65,7 +66,7 @@ def main() -> None:
     trainer.fit(model)
     if trainer.is_global_zero:
         pairs = zip(model.parameters(), on_one_process().parameters(), strict=True)
-        difference = max((mine - one).abs().max().item() for mine, one in pairs)
+        difference = max((parameter - expected).abs().max().item() for parameter, expected in pairs)
         print(f"{trainer.world_size} processes: largest difference to one process {difference:.1e}")
 
 

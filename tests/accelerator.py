@@ -14,9 +14,8 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
-from itertools import compress, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
@@ -30,18 +29,23 @@ AVAILABLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backe
 BACKEND = "cpu:gloo,sim:gloo"
 """That of a process group for both devices."""
 
-_CPU, _KEY = torch.device("cpu"), "PrivateUse1"
-_ON_CPU, _ON_SIM = 1, 12  # kDLCPU and kDLExtDev, as DLPack numbers devices
+_CPU = torch.device("cpu")
+_KEY = "PrivateUse1"
+# kDLCPU and kDLExtDev, as DLPack numbers devices.
+_ON_CPU = 1
+_ON_SIM = 12
 _AFTER_DATA = ctypes.sizeof(ctypes.c_void_p)  # where the device stands in a DLTensor
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+_pointer.restype = ctypes.c_void_p
+_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
 
 _waits: list[str] = []
 _NOT_NAMED = (__file__, str(Path(torch.__file__).parent))
 
 
-def _note() -> None:
+def _note_wait() -> None:
+    """Note the line of code that has the host wait now."""
     frame: Any = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_NAMED):
         frame = frame.f_back
@@ -75,82 +79,131 @@ def _on_host(value: Any) -> Any:
         return _CPU
     if not _is_sim(value):
         return value
-    return _same_memory(value, _ON_CPU) if value.numel() else torch.empty(value.shape, dtype=value.dtype)
+    if value.numel() == 0:
+        return torch.empty(value.shape, dtype=value.dtype)
+    return _same_memory(value, _ON_CPU)
 
 
 def _on_sim(value: Any) -> Any:
-    return _same_memory(value, _ON_SIM) if isinstance(value, Tensor) and not _is_sim(value) else value
+    if isinstance(value, Tensor) and not _is_sim(value):
+        return _same_memory(value, _ON_SIM)
+    return value
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
     """Return what an operator takes or gives with each value changed: torch's own trees take longer than operators."""
-    return type(value)(_mapped(change, one) for one in value) if type(value) in {list, tuple} else change(value)
+    if type(value) in {list, tuple}:
+        return type(value)(_mapped(change, item) for item in value)
+    return change(value)
+
+
+class _Declaration(NamedTuple):
+    """What the schema of an operator says."""
+
+    # The names of its arguments.
+    names: list[str]
+    # Of each argument, whether it is one tensor.
+    is_tensor: list[bool]
+    # The names of the arguments that it writes.
+    written: list[str]
+    # Whether its tensors may be on different devices.
+    takes_host: bool
+    # Whether the host waits for it.
+    waits: bool
 
 
 @cache
-def _declared(op: Any) -> tuple[list[str], list[bool], list[str], bool, bool]:
-    """Return names of arguments, which are one tensor, which are written, if devices may differ, and if it waits."""
-    name, arguments = op._schema.name, op._schema.arguments
-    return (
-        [one.name for one in arguments],
-        [str(one.type) == "Tensor" for one in arguments],
-        [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write],
-        name.startswith(("aten::copy_", "aten::index", "aten::_foreach_", "aten::_fused_")),
-        # The host must know the size or value of a result before it goes on. Of the masks of `index`, torch has made
-        # indices with a `nonzero` of its own.
-        name != "aten::index"
-        and not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(op.tags),
+def _declared(op: Any) -> _Declaration:
+    name = op._schema.name
+    arguments = op._schema.arguments
+    # The host must know the size or value of a result before it goes on. Of the masks of `index`, torch has made
+    # indices with a `nonzero` of its own.
+    depends_on_data = not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(op.tags)
+    return _Declaration(
+        names=[argument.name for argument in arguments],
+        is_tensor=[str(argument.type) == "Tensor" for argument in arguments],
+        written=[
+            argument.name for argument in arguments if argument.alias_info is not None and argument.alias_info.is_write
+        ],
+        takes_host=name.startswith(("aten::copy_", "aten::index", "aten::_foreach_", "aten::_fused_")),
+        waits=depends_on_data and name != "aten::index",
     )
+
+
+def _has_number_for_tensor(declaration: _Declaration, args: tuple[Any, ...]) -> bool:
+    """Return whether an argument that is declared as a tensor is a number."""
+    for value, is_tensor in zip(args, declaration.is_tensor, strict=False):
+        if is_tensor and isinstance(value, (int, float)):
+            return True
+    return False
+
+
+def _puts_by_mask(op: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether an operator writes where a mask is true: the host waits for the number of places."""
+    if op._schema.name != "aten::_index_put_impl_":
+        return False
+    return any(index is not None and index.dtype == torch.bool for index in args[1])
 
 
 def _compute(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator on the CPU, in the device's memory: the kernel of all that have none of their own."""
-    names, takes_tensor, written, differ, waits = _declared(op)
+    declaration = _declared(op)
 
     def on_host(value: Any) -> Any:
         # Beside tensors of the device an operator takes numbers of the host, and few take more; as on CUDA.
-        if isinstance(value, Tensor) and value.dim() and not (differ or _is_sim(value)):
+        if isinstance(value, Tensor) and value.dim() > 0 and not declaration.takes_host and not _is_sim(value):
             raise RuntimeError(f"Expected all tensors to be on the same device, but {op} got {value.device} and sim")
         return _on_host(value)
 
-    host_args, host_kwargs = _mapped(on_host, args), {name: _mapped(on_host, each) for name, each in kwargs.items()}
+    host_args = _mapped(on_host, args)
+    host_kwargs = {name: _mapped(on_host, value) for name, value in kwargs.items()}
     # Torch hands on a number as a number where the operator takes a tensor, and another of its name takes it.
-    numbers = any(map(isinstance, compress(args, takes_tensor), repeat((int, float))))
+    operator = op
+    if _has_number_for_tensor(declaration, args):
+        operator = op.overloadpacket
     with torch.no_grad():
-        found = (op.overloadpacket if numbers else op)(*host_args, **host_kwargs)
-    by_mask = op._schema.name == "aten::_index_put_impl_" and any(
-        index is not None and index.dtype == torch.bool for index in args[1]
-    )
-    if waits or by_mask:
-        _note()
+        result = operator(*host_args, **host_kwargs)
+    if declaration.waits or _puts_by_mask(op, args):
+        _note_wait()
     if op.namespace == "c10d":
-        work = found[-1] if isinstance(found, tuple) else found
+        work = result[-1] if isinstance(result, tuple) else result
         work.wait()  # the exchange is over when it was launched, and the host is not told to wait
-        return _mapped(_on_sim, found)
-    given, of_host = (dict(zip(names, a, strict=False)) | k for a, k in ((args, kwargs), (host_args, host_kwargs)))
-    for name in written:
+        return _mapped(_on_sim, result)
+    if not declaration.written:
+        return _mapped(_on_sim, result)
+    on_sim_by_name = dict(zip(declaration.names, args, strict=False)) | kwargs
+    on_host_by_name = dict(zip(declaration.names, host_args, strict=False)) | host_kwargs
+    for name in declaration.written:
+        tensor = on_sim_by_name[name]
         # A result of size 0 is one that the operator makes as large as it needs.
-        if isinstance(given[name], Tensor) and given[name].shape != of_host[name].shape:
-            given[name].data = _on_sim(of_host[name])
-    return given[written[0]] if written else _mapped(_on_sim, found)
+        if isinstance(tensor, Tensor) and tensor.shape != on_host_by_name[name].shape:
+            tensor.data = _on_sim(on_host_by_name[name])
+    return on_sim_by_name[declaration.written[0]]
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    """Copy within the device, from the host or to it."""
     _on_host(target).copy_(_on_host(source))
-    from_host, to_host = not _is_sim(source), not _is_sim(target)
+    from_host = not _is_sim(source)
+    to_host = not _is_sim(target)
     # To memory that is not pinned, the host waits whatever it is asked; from there, the driver takes the bytes at once.
-    if (from_host or to_host) and not (non_blocking and (from_host or hasattr(target, "pinned"))):
-        _note()
+    need_not_wait = non_blocking and (from_host or hasattr(target, "pinned"))
+    if (from_host or to_host) and not need_not_wait:
+        _note_wait()
     return target
 
 
 def _item(value: Tensor) -> Any:
-    _note()
+    _note_wait()
     return _on_host(value).item()
 
 
 def _empty(make: Callable[..., Tensor], *args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
-    return _pinned(make(*args, **kwargs)) if pin_memory else make(*args, **kwargs)
+    """Be `torch.empty`."""
+    tensor = make(*args, **kwargs)
+    if pin_memory:
+        return _pinned(tensor)
+    return tensor
 
 
 def _pinned(tensor: Tensor) -> Tensor:
@@ -172,7 +225,7 @@ class SimStream:
 
     def synchronize(self) -> None:
         """Wait, on the host."""
-        _note()
+        _note_wait()
 
 
 def _module() -> types.ModuleType:
@@ -184,7 +237,8 @@ def _module() -> types.ModuleType:
         stream=nullcontext,
         current_stream=SimStream,
         _lazy_init=lambda: None,  # torch 2.11 takes a device without this for one that was never used
-        **dict.fromkeys(("manual_seed", "manual_seed_all"), torch.default_generator.manual_seed),
+        manual_seed=torch.default_generator.manual_seed,
+        manual_seed_all=torch.default_generator.manual_seed,
         get_rng_state=lambda device="sim": torch.get_rng_state(),
         set_rng_state=lambda state, device="sim": torch.set_rng_state(state),
     )
@@ -197,10 +251,13 @@ _LIBRARIES: list[torch.library.Library] = []
 
 @cache
 def load() -> None:
+    """Register the device with torch, in this process."""
     backend_registration._setup_privateuseone_for_python_backend("sim", _module())
-    every, aten, c10d = (torch.library.Library(name, "IMPL") for name in ("_", "aten", "c10d"))
-    _LIBRARIES.extend((every, aten, c10d))
-    every.fallback(_compute, _KEY)
+    fallback = torch.library.Library("_", "IMPL")
+    aten = torch.library.Library("aten", "IMPL")
+    c10d = torch.library.Library("c10d", "IMPL")
+    _LIBRARIES.extend((fallback, aten, c10d))
+    fallback.fallback(_compute, _KEY)
     on_cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
     for name in ("as_strided", "view", "unfold"):  # the CPU's share the memory of any device
         aten.impl(name, partial(getattr(torch.ops.aten, name).default.redispatch, on_cpu), _KEY)

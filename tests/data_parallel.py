@@ -71,13 +71,17 @@ def side_by_side(*leaves: Any) -> Any:
 
 def train(module: Any, batches: Iterable[Any], replicas: int, accumulate: int = 1) -> Run:
     """Train a module with replicas; windows of loader batches are means by their weights, however short the last."""
-    run, optimizer, loader_batches = Run(), module.train().configure_optimizers(), list(batches)
-    index, shared = 0, {id(parameter): parameter for parameter in module.parameters()}
+    run = Run()
+    optimizer = module.train().configure_optimizers()
+    loader_batches = list(batches)
+    index = 0
+    shared = {id(parameter): parameter for parameter in module.parameters()}
     vars(module)["log"] = lambda *_, **__: None
     for start in range(0, len(loader_batches), accumulate):
         window = list[tuple[Tensor, float]]()
         for batch_idx, batch in enumerate(loader_batches[start : start + accumulate], start):
-            chunks, outputs = torch.arange(len(batch[0])).chunk(replicas), []
+            chunks = torch.arange(len(batch[0])).chunk(replicas)
+            outputs = []
             # Replica 0's buffers are the module's own, and the parameters are those of all.
             modules = [module, *(copy.deepcopy(module, dict(shared)) for _ in chunks[1:])]
             for replica, rows in enumerate(chunks):
@@ -85,7 +89,8 @@ def train(module: Any, batches: Iterable[Any], replicas: int, accumulate: int = 
                     outputs.append(modules[replica].training_step([leaf[rows] for leaf in batch], batch_idx))
             sizes = list(map(len, chunks))
             if hasattr(module, "training_step_end"):
-                outputs, sizes = [module.training_step_end(tree_map(side_by_side, *outputs))], [len(batch[0])]
+                outputs = [module.training_step_end(tree_map(side_by_side, *outputs))]
+                sizes = [len(batch[0])]
             losses = [weighed(output, size) for output, size in zip(outputs, sizes, strict=True)]
             window += losses
             run.note_batch(module, {"loss": mean(losses).item()})
@@ -154,7 +159,8 @@ class Model(LightningModule):
         """Return what a step says of its weight; by default nothing."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss, weight = self.loss_of(*batch), self.weight_of(*batch)
+        loss = self.loss_of(*batch)
+        weight = self.weight_of(*batch)
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=weight)
         return loss if weight is None else {"loss": loss, "weight": weight}
 
@@ -266,7 +272,8 @@ class Numbers(Rows):
 
     def of_outputs(self, outputs: Any) -> Tensor:
         assert isinstance(outputs, defaultdict)
-        penalty, count = outputs["loss"], outputs["count"]
+        penalty = outputs["loss"]
+        count = outputs["count"]
         assert len(outputs["points"][0].x) == count.sum()
         order = torch.arange(1, len(penalty) + 1).to(penalty) / len(penalty)
         return super().of_outputs(outputs) + (order * penalty * count).sum() / count.sum()
@@ -301,7 +308,8 @@ def fit(
     **options: Any,
 ) -> Run:
     """Body: train a model in a Trainer, and return what this rank saw; without a strategy, in stock Lightning."""
-    model, observer = kind(dtype), Observer()
+    model = kind(dtype)
+    observer = Observer()
     vars(model).update({} if load is None else {"load": load})
     options = {"max_epochs": 1, "num_sanity_val_steps": 0, "callbacks": [observer, *callbacks], **options}
     trainer = make_trainer("auto" if strategy is None else GradAvgStrategy(**strategy), **options)
@@ -315,7 +323,8 @@ def assert_same_run(ranks: Sequence[Run], expected: Run, tolerance: float, after
     The tolerance is relative, and absolute below 1; `after` is that of all but the first step. What is logged is in
     float32: 1e-6 there at best. The reference by hand logs its loss alone.
     """
-    first, close = ranks[0], torch.testing.assert_close
+    first = ranks[0]
+    close = torch.testing.assert_close
     for other in ranks[1:]:
         close(vars(other), vars(first), rtol=0, atol=0)
     later = after or tolerance

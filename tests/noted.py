@@ -1,4 +1,8 @@
-"""A run of a real Trainer, in the ranks: it notes what it trains on, and something may happen to it on the way."""
+"""A run of a real Trainer, in the ranks: it notes what it trains on, and something may happen to it on the way.
+
+`fit` is the body. It returns what the rank noted; `join_ranks`, `drawn_numbers` and `read_journal` put that in a form
+in which runs on any number of ranks are equal.
+"""
 
 from __future__ import annotations
 
@@ -27,46 +31,72 @@ from torch.utils.data import DataLoader
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg._support.fingerprint import state_digests
 
-__all__ = ["KINDS", "Act", "Noted", "Order", "done", "draws", "fit", "journal", "together"]
+__all__ = ["KINDS", "Act", "Noted", "Order", "drawn_numbers", "fit", "join_ranks", "read_journal", "step_of_checkpoint"]
 
 KINDS = orders.ORDERS | orders.WHOLE | orders.WORKERS | orders.ODD
+"""What makes a loader, by its kind."""
 
 
 class Order(NamedTuple):
-    """The kind of a loader, its samples, and the samples of a batch."""
+    """A training loader."""
 
+    # A name of KINDS.
     kind: str
+    # The number of its samples, and that of a batch.
     size: int = 20
     batch: int = 4
 
 
 class Act(NamedTuple):
-    """What happens once, on one rank or all, in a hook, in this batch of an epoch or a later one, or of any epoch."""
+    """What happens once in a run."""
 
+    # What happens: a name of ACTS.
     how: str
+    # When it happens: "start", "batch start", "transfer", "backward", "step", "saving", "batch", "validation", "end"
+    # (of an epoch) or "after" (the run).
     hook: str
+    # The epoch; None: any.
     epoch: int | None = None
+    # The batch of the epoch. If the hook is not reached in it, the act comes in the first later batch that has the
+    # hook.
     batch: int = 0
+    # The rank; None: all of them.
     rank: int | None = None
 
 
+class NotedBatch(NamedTuple):
+    """A batch that a rank trained on."""
+
+    # The samples of each loader that this rank trained on.
+    samples: list[list[Any]]
+    # A number that was drawn when the batch came.
+    drawn: float
+
+
 class Step(NamedTuple):
-    """An optimizer step: its epoch, rate, and of each of its batches each loader's samples, and a number drawn."""
+    """An optimizer step."""
 
     epoch: int
+    # The learning rate.
     rate: float
-    batches: list[tuple[list[list[Any]], float]]
+    # The batches of its window.
+    batches: list[NotedBatch]
 
 
 class Noted(NamedTuple):
-    """What a rank noted: steps, the weight and state at the end, validations, and how often data were set up."""
+    """What a rank noted of a run."""
 
     steps: list[Step]
+    # The weight, and digests of all states, when the run ended.
     weight: float
     state: dict[str, str]
+    # The optimizer steps that were taken before each validation.
     validated: list[int]
+    # How often Lightning asked for the training loaders.
     set_up: int
+    # The number of batches that Lightning counts.
     batches: int
+    # Of each loader, the indices that its data set has loaded, or None if it does not tell.
     loaded: list[Any]
 
 
@@ -89,36 +119,44 @@ def replace_callbacks(trainer: Any, folder: str) -> None:
     trainer.callbacks = [callback for callback in trainer.callbacks if isinstance(callback, Acting)]
 
 
-def raising(error: type[BaseException]) -> Callable[..., None]:
+def make_raise(error: type[BaseException]) -> Callable[..., None]:
     def act(*_: Any) -> None:
         raise error("the run ends here")
 
     return act
 
 
-def killing(name: str) -> Callable[..., None]:
-    return lambda *_: os.kill(os.getpid(), getattr(signal, name))
+def make_signal(number: int) -> Callable[..., None]:
+    def act(*_: Any) -> None:
+        os.kill(os.getpid(), number)
+
+    return act
 
 
-class Killed:
+class KillsWhenPickled:
+    """Kills its process when it is saved."""
+
     def __reduce__(self) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
 
 def kill_in_saving(trainer: Trainer, checkpoint: Any) -> None:
-    checkpoint["~killed"] = Killed()
+    """Have the process killed when a part of the checkpoint is written."""
+    checkpoint["~killed"] = KillsWhenPickled()
 
 
 ACTS: dict[str, Callable[[Trainer, Any], None]] = {
     "save": save,
     "look": look,
     "replace callbacks": replace_callbacks,
-    "error": raising(EndError),
-    "interrupt": raising(KeyboardInterrupt),
+    "error": make_raise(EndError),
+    "interrupt": make_raise(KeyboardInterrupt),
+    "SIGTERM": make_signal(signal.SIGTERM),
+    "SIGKILL": make_signal(signal.SIGKILL),
     "SIGKILL in saving": kill_in_saving,
-    **{name: killing(name) for name in ("SIGTERM", "SIGKILL")},
 }
+"""What may happen: functions of the Trainer and the folder, or in "saving" the checkpoint."""
 
 
 class Acting(Callback):
@@ -126,20 +164,23 @@ class Acting(Callback):
 
     def __init__(self, acts: Sequence[Act], folder: str) -> None:
         rank = dist.get_rank()
-        self.acts, self.folder = [act for act in acts if act.rank in (None, rank)], folder
+        # The acts of this rank that have not happened.
+        self.acts = [act for act in acts if act.rank in (None, rank)]
+        self.folder = folder
         self.journal = Path(folder, f"rank {rank}.journal") if folder else None
         Path(folder).mkdir(parents=True, exist_ok=True)
 
-    def reach(self, trainer: Trainer, hook: str, batch: float = math.inf, given: Any = None) -> None:
+    def reach(self, trainer: Trainer, hook: str, batch: float = math.inf, checkpoint: Any = None) -> None:
+        """Act if an act is due in a hook and batch."""
         for act in [*self.acts]:
             if act.hook == hook and act.epoch in (None, trainer.current_epoch) and act.batch <= batch:
                 self.acts.remove(act)
-                ACTS[act.how](trainer, self.folder if given is None else given)
+                ACTS[act.how](trainer, checkpoint if checkpoint is not None else self.folder)
 
-    def note(self, what: Any) -> None:
+    def note(self, event: Any) -> None:
         if self.journal is not None:
             with self.journal.open("a") as file:
-                file.write(f"{json.dumps(what)}\n")
+                file.write(f"{json.dumps(event)}\n")
 
     def on_train_start(self, trainer: Trainer, *args: Any) -> None:
         self.reach(trainer, "start")
@@ -148,7 +189,7 @@ class Acting(Callback):
         self.reach(trainer, "batch start", batch_idx)
 
     def on_before_backward(self, trainer: Trainer, module: Any, loss: Any) -> None:
-        self.note(module.window[-1][0])
+        self.note(module.window[-1].samples)
         self.reach(trainer, "backward", trainer.fit_loop.epoch_loop.batch_idx)
 
     def on_before_optimizer_step(self, trainer: Trainer, *args: Any) -> None:
@@ -159,8 +200,9 @@ class Acting(Callback):
         self.reach(trainer, "saving", trainer.fit_loop.epoch_loop.batch_idx, checkpoint)
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        self.reach(trainer, "batch", math.inf if last else batch_idx)
+        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        # Acts of later batches come in the last one of an epoch.
+        self.reach(trainer, "batch", math.inf if is_last else batch_idx)
 
     def on_validation_end(self, trainer: Trainer, *args: Any) -> None:
         self.reach(trainer, "validation")
@@ -174,25 +216,37 @@ class Acting(Callback):
 class Noting(LightningModule):
     """Weights that are drawn, momentum and a schedule; of several loaders a loss over the samples of all."""
 
-    def __init__(self, read: Sequence[Order], mode: str, weighs: bool) -> None:
+    def __init__(self, loaders: Sequence[Order], mode: str, weighs: bool) -> None:
         super().__init__()
-        self.read, self.mode, self.weighs = read, mode, weighs
+        self.orders = loaders
+        self.mode = mode
+        self.weighs = weighs
         self.net = nn.Linear(1, 1, dtype=torch.float64)
-        self.window: list[Any] = []
+        # What is returned as `Noted`.
         self.steps: list[Step] = []
         self.validated: list[int] = []
-        self.made: list[Any] = []
-        self.looks = False
         self.set_up = 0
+        # The batches of the window that is not stepped on.
+        self.window: list[NotedBatch] = []
+        # The loaders that were made last.
+        self.made: list[Any] = []
+        # Whether the user's code moves other data than a training batch.
+        self.looks = False
 
     def train_dataloader(self) -> Any:
+        """Return the one loader, or all of them in a nested structure that is read in the mode."""
         self.set_up += 1
-        self.made = [KINDS[kind](size, batch) for kind, size, batch in self.read]
+        self.made = [KINDS[order.kind](order.size, order.batch) for order in self.orders]
         first, *others = self.made
-        return CombinedLoader([first, {"others": others}], self.mode) if others else first
+        if not others:
+            return first
+        return CombinedLoader([first, {"others": others}], self.mode)
 
     def parts(self, batch: Any) -> list[Any]:
-        return [batch[0], *batch[1]["others"]] if len(self.read) > 1 else [batch]
+        """Return each loader's part of a batch."""
+        if len(self.orders) == 1:
+            return [batch]
+        return [batch[0], *batch[1]["others"]]
 
     def val_dataloader(self) -> Any:
         return DataLoader([1.0])
@@ -212,17 +266,26 @@ class Noting(LightningModule):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.look()
-        self.window.append(([[] for _ in self.parts(batch)], torch.rand(()).item()))
+        self.window.append(NotedBatch([[] for _ in self.parts(batch)], torch.rand(()).item()))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         chunk = getattr(getattr(self.trainer.strategy, "_batches", None), "chunk", None)
         parts = self.parts(batch)
-        for samples, part in zip(self.window[-1][0], parts, strict=True):
-            samples.extend([] if part is None or (chunk is not None and chunk.stand_in) else orders.listed(part))
-        values = [part["x"].mean(1) if isinstance(part, dict) else part for part in parts if part is not None]
+        is_stand_in = chunk is not None and chunk.stand_in
+        values = []
+        for samples, part in zip(self.window[-1].samples, parts, strict=True):
+            # Of several loaders, one may have no batch left.
+            if part is None:
+                continue
+            # What a rank without samples runs on is another rank's.
+            if not is_stand_in:
+                samples.extend(orders.listed(part))
+            values.append(part["x"].mean(1) if isinstance(part, dict) else part)
         x = torch.cat(values).double()[:, None] / 40
         loss = self.net(x).square().mean()
-        return {"loss": loss, "weight": len(x)} if self.weighs and len(parts) > 1 else loss
+        if self.weighs and len(parts) > 1:
+            return {"loss": loss, "weight": len(x)}
+        return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.steps.append(Step(self.current_epoch, optimizer.param_groups[0]["lr"], self.window))
@@ -234,8 +297,8 @@ class Noting(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def drawing(acting: Acting, module: Noting, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that draws before it moves a training batch."""
+def make_drawing_hook(acting: Acting, module: Noting, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that draws, and acts if an act is due, before it moves a training batch."""
 
     def move(batch: Any, *args: Any) -> Any:
         if module.trainer.training and not module.looks:
@@ -247,73 +310,109 @@ def drawing(acting: Acting, module: Noting, hook: Callable[..., Any]) -> Callabl
 
 
 def fit(
-    read: Sequence[Order],
+    loaders: Sequence[Order],
     strategy: Mapping[str, Any] | None,
     acts: Sequence[Act] = (),
     folder: str = "",
     resume: str | None = None,
     *,
-    keep: Mapping[str, Any] | None = None,
+    model_checkpoint: Mapping[str, Any] | None = None,
     mode: str = "max_size_cycle",
     weighs: bool = True,
-    hook: Any = None,
-    transfer: str | None = None,
+    transfer_batch_to_device: Callable[..., Any] | None = None,
+    drawing_hook: str | None = None,
     **options: Any,
 ) -> Noted:
-    """Body: train as stock Lightning does (`strategy` is None), or with split batches; each rank has own random states.
+    """Body: train as stock Lightning does (`strategy` is None), or under our strategy with split batches.
 
-    Loaders are read together in a `mode`, and their loss has a weight if it `weighs`. `keep` are options of a
-    `ModelCheckpoint` in a folder, `hook` is the module's `transfer_batch_to_device`. In `transfer`, the name of a hook
-    that moves batches, the module draws, and something may happen.
+    Each rank has random states of its own.
+
+    Args:
+        loaders: The training loaders, which are read together in the `mode` if there are several.
+        strategy: Options of the strategy.
+        acts: What happens in the run.
+        folder: Where the journal and checkpoints are written; "" writes none.
+        resume: A checkpoint.
+        model_checkpoint: Options of a `ModelCheckpoint` in the folder; None for none.
+        mode: That of the `CombinedLoader`.
+        weighs: Whether the loss over several loaders has a weight.
+        transfer_batch_to_device: The module's hook of this name.
+        drawing_hook: The name of a hook that moves batches, in which the module draws.
+        options: Those of the Trainer.
     """
-    orders.seed((7 if resume is None else 99) + dist.get_rank())
-    module = Noting(read, mode, weighs)
-    if hook is not None:
-        vars(module)["transfer_batch_to_device"] = hook
+    # A resumed run must not depend on the seed that it begins with.
+    seed = 7 if resume is None else 99
+    orders.seed(seed + dist.get_rank())
+    module = Noting(loaders, mode, weighs)
+    if transfer_batch_to_device is not None:
+        vars(module)["transfer_batch_to_device"] = transfer_batch_to_device
     acting = Acting(acts, folder)
-    if transfer is not None:
-        setattr(module, transfer, drawing(acting, module, getattr(module, transfer)))
+    if drawing_hook is not None:
+        setattr(module, drawing_hook, make_drawing_hook(acting, module, getattr(module, drawing_hook)))
     callbacks: list[Callback] = [acting, *options.pop("callbacks", ())]
-    if keep is not None:
-        callbacks.append(ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_exception=True, **keep))
+    if model_checkpoint is not None:
+        callbacks.append(ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_exception=True, **model_checkpoint))
     trainer = make_trainer(
         "auto" if strategy is None else GradAvgStrategy(split_batches=True, **strategy),
         callbacks=callbacks,
-        enable_checkpointing=keep is not None,
+        enable_checkpointing=model_checkpoint is not None,
         **{"max_epochs": 3, "num_sanity_val_steps": 0, **options},
     )
     with contextlib.suppress(EndError, KeyboardInterrupt, SystemExit):
         trainer.fit(module, ckpt_path=resume, **PLAIN_DATA_ONLY)
     acting.reach(trainer, "after")
-    loaded = [getattr(getattr(each, "dataset", None), "loaded", None) for each in module.made]
-    batches = trainer.fit_loop.epoch_loop.batch_progress.total.completed
-    state = state_digests(module, trainer.optimizers)
-    return Noted(module.steps, module.net.weight.item(), state, module.validated, module.set_up, batches, loaded)
+    return Noted(
+        steps=module.steps,
+        weight=module.net.weight.item(),
+        state=state_digests(module, trainer.optimizers),
+        validated=module.validated,
+        set_up=module.set_up,
+        batches=trainer.fit_loop.epoch_loop.batch_progress.total.completed,
+        loaded=[getattr(getattr(loader, "dataset", None), "loaded", None) for loader in module.made],
+    )
 
 
-def together(ranks: Sequence[Noted]) -> list[Any]:
+def join_samples(samples_of_ranks: Sequence[Sequence[list[Any]]]) -> list[list[Any]]:
+    """Return each loader's samples in a batch: those of all ranks, in rank order."""
+    return [list(chain(*samples_of_loader)) for samples_of_loader in zip(*samples_of_ranks, strict=True)]
+
+
+def join_ranks(ranks: Sequence[Noted]) -> list[Any]:
     """Return the steps of all ranks, each with its epoch, its rate, and all samples of its batches in order."""
     assert len({noted.weight for noted in ranks}) == 1
     steps = []
-    for step in zip(*(noted.steps for noted in ranks), strict=True):
-        of_batches = zip(*([samples for samples, _ in of_rank.batches] for of_rank in step), strict=True)
-        joined = [[list(chain(*parts)) for parts in zip(*of_batch, strict=True)] for of_batch in of_batches]
-        steps.append((step[0].epoch, pytest.approx(step[0].rate, rel=1e-12), joined))
+    for step_of_ranks in zip(*[noted.steps for noted in ranks], strict=True):
+        batches = []
+        for batch_of_ranks in zip(*[step.batches for step in step_of_ranks], strict=True):
+            batches.append(join_samples([batch.samples for batch in batch_of_ranks]))
+        first = step_of_ranks[0]
+        steps.append((first.epoch, pytest.approx(first.rate, rel=1e-12), batches))
     return steps
 
 
-def journal(folder: Path) -> list[Any]:
+def read_journal(folder: Path) -> list[Any]:
     """Return the samples of each batch that all ranks trained on, and "step" where they stepped, also if killed."""
-    of_ranks = [map(json.loads, path.read_text().splitlines()) for path in sorted(folder.glob("*.journal"))]
-    events = zip(*of_ranks, strict=False)  # if killed, a rank has gone farther than another
-    return [
-        "step" if "step" in event else [list(chain(*parts)) for parts in zip(*event, strict=True)] for event in events
-    ]
+    events_of_ranks = []
+    for path in sorted(folder.glob("*.journal")):
+        events_of_ranks.append([json.loads(line) for line in path.read_text().splitlines()])
+    events: list[Any] = []
+    # If killed, a rank has gone farther than another.
+    for event_of_ranks in zip(*events_of_ranks, strict=False):
+        if "step" in event_of_ranks:
+            events.append("step")
+        else:
+            events.append(join_samples(event_of_ranks))
+    return events
 
 
-def draws(noted: Noted) -> list[float]:
-    return [drawn for step in noted.steps for _, drawn in step.batches]
+def drawn_numbers(noted: Noted) -> list[float]:
+    """Return the number that was drawn in each batch of a rank."""
+    numbers = []
+    for step in noted.steps:
+        numbers += [batch.drawn for batch in step.batches]
+    return numbers
 
 
-def done(path: Any) -> int:
+def step_of_checkpoint(path: Any) -> int:
+    """Return the step that the name of a checkpoint says."""
     return int(str(path).rpartition("step=")[2].partition(".")[0])

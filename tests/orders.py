@@ -1,7 +1,11 @@
-"""Training loaders of every kind, each of so many samples in batches of so many."""
+"""Training loaders of every kind: `ORDERS`, `WHOLE`, `WORKERS` and `ODD` have what makes one, by its name.
+
+Each is a function of the number of samples and of the size of a batch.
+"""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -44,7 +48,7 @@ class Sized(Unsized):
 
 
 class Changing(DataLoader[Any]):
-    """Has constructor arguments and an iterator of its own: it yields what is made of its batches."""
+    """A subclass of `DataLoader` with constructor arguments and an iterator of its own, which changes its batches."""
 
     def __init__(self, size: int, batch: int, change: Callable[[list[Any]], Iterable[Any]] = list) -> None:
         super().__init__(range(size), batch, shuffle=True)
@@ -58,7 +62,8 @@ class Remembering:
     """A sampler whose order comes from a state of its own: the number of passes begun."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.passes = size, 0
+        self.size = size
+        self.passes = 0
 
     def __len__(self) -> int:
         return self.size
@@ -78,12 +83,15 @@ class Stream(IterableDataset[Any]):
     """As many integers as asked for, in an order of the global random state or of a generator of its own."""
 
     def __init__(self, size: int, generator: torch.Generator | None = None) -> None:
-        self.size, self.generator = size, generator
+        self.size = size
+        self.generator = generator
 
     def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
         order = torch.randperm(self.size, generator=self.generator).tolist()
-        return iter(order if info is None else order[info.id :: info.num_workers])
+        worker = get_worker_info()
+        if worker is None:
+            return iter(order)
+        return iter(order[worker.id :: worker.num_workers])
 
 
 def augmented(index: int) -> tuple[int, Tensor]:
@@ -121,9 +129,10 @@ class Logged(Augmented):
 def pad_and_mix(samples: list[tuple[int, Tensor]]) -> dict[str, Any]:
     """Pad to the longest of the batch, and add to every sample a part of another one, as mixup does."""
     padded = torch.nn.utils.rnn.pad_sequence([noise for _, noise in samples], batch_first=True)
-    other, part = torch.randperm(len(samples)), np.random.beta(0.4, 0.4)  # noqa: NPY002  # global on purpose
+    order = torch.randperm(len(samples))
+    part = np.random.beta(0.4, 0.4)  # noqa: NPY002  # global on purpose
     return {
-        "x": part * padded + (1 - part) * padded[other],
+        "x": part * padded + (1 - part) * padded[order],
         "index": torch.tensor([index for index, _ in samples]),
         "name": [f"sample {index}" for index, _ in samples],
     }
@@ -145,82 +154,169 @@ def listed(batch: Any) -> list[Any]:
         batch = batch.samples
     if isinstance(batch, dict):
         return list(zip(*map(listed, batch.values()), strict=True))
-    return [one.tolist() if isinstance(one, Tensor) else one for one in batch]
+    return [sample.tolist() if isinstance(sample, Tensor) else sample for sample in batch]
 
 
 def seed(value: int) -> None:
-    for function in (torch.manual_seed, random.seed, np.random.seed):
-        function(value)
+    """Seed every global generator."""
+    torch.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value)  # noqa: NPY002  # the global generator is what is seeded
 
 
-def loader(data: Any, batch_size: int = 1, **options: Any) -> DataLoader[Any]:
-    return DataLoader(torch.arange(data) if isinstance(data, int) else data, batch_size, **options)
+MakeLoader = Callable[[int, int], Any]
+"""`(number of samples, size of a batch) -> loader`."""
 
 
-def ranks_own() -> torch.Generator:
-    """Return a generator of another seed on each rank, whose own random states differ."""
-    return torch.Generator().manual_seed(torch.initial_seed() % 1000)
+def make_loader(data: Any, batch_size: int | None = 1, **options: Any) -> DataLoader[Any]:
+    """Return a loader of a dataset, or of so many integers."""
+    if isinstance(data, int):
+        data = torch.arange(data)
+    return DataLoader(data, batch_size, **options)
 
 
-Order = Callable[[int, int], Any]
+def count_batches(size: int, batch: int) -> int:
+    return math.ceil(size / batch)
 
 
-def of_indices(batches: Callable[[int, int], Iterable[Any]]) -> Order:
-    return lambda size, batch: loader(size, batch_sampler=Sized(partial(batches, size, batch), -(-size // batch)))
+# Loaders of datasets with a length, by the order of their samples.
 
 
-def drawn(size: int, batch: int) -> Iterator[list[int]]:
+def make_loader_with_generator(size: int, batch: int) -> DataLoader[Any]:
+    """Return a loader that shuffles by a generator of its own, of another seed on each rank."""
+    generator = torch.Generator().manual_seed(torch.initial_seed() % 1000)
+    return make_loader(size, batch, shuffle=True, generator=generator)
+
+
+def make_loader_with_replacement(size: int, batch: int) -> DataLoader[Any]:
+    return make_loader(size, batch, sampler=WeightedRandomSampler(range(1, 1 + size), 40))
+
+
+def make_loader_of_epochs(size: int, batch: int) -> DataLoader[Any]:
+    """Return a loader whose sampler shuffles by the number of the epoch."""
+    return make_loader(size, batch, sampler=DistributedSampler(range(size), 1, 0, shuffle=True))
+
+
+def make_loader_with_state(size: int, batch: int) -> DataLoader[Any]:
+    return make_loader(size, batch, sampler=Remembering(size))
+
+
+def make_logged_loader(size: int, batch: int) -> DataLoader[Any]:
+    return make_loader(Logged(size), batch)
+
+
+def make_changing_loader(size: int, batch: int) -> DataLoader[Any]:
+    return Changing(size, batch, lambda batches: [2 * samples for samples in batches])
+
+
+# Loaders with batch samplers.
+
+
+def make_loader_of_indices(batches: Callable[[int, int], Iterable[Any]]) -> MakeLoader:
+    """Return what makes a loader with a batch sampler, which yields these batches of indices."""
+
+    def make(size: int, batch: int) -> DataLoader[Any]:
+        return make_loader(size, batch_sampler=Sized(partial(batches, size, batch), count_batches(size, batch)))
+
+    return make
+
+
+def draw_indices(size: int, batch: int) -> Iterator[list[int]]:
     """Draw from every global generator anew for every batch."""
     for start in range(0, size, batch):
-        own = int(torch.randint(size, ())) + random.randrange(size) + int(np.random.rand() * size)  # noqa: NPY002  # as above
-        yield [(own + index) % size for index in range(min(batch, size - start))]
+        first = int(torch.randint(size, ())) + random.randrange(size) + int(np.random.rand() * size)  # noqa: NPY002  # as above
+        yield [(first + index) % size for index in range(min(batch, size - start))]
 
 
-ORDERS: dict[str, Order] = {
-    "sequential": loader,
-    "shuffle": partial(loader, shuffle=True),
-    "drop_last": partial(loader, shuffle=True, drop_last=True),
-    "generator": lambda size, batch: loader(size, batch, shuffle=True, generator=ranks_own()),
-    "replacement": lambda size, batch: loader(size, batch, sampler=WeightedRandomSampler(range(1, 1 + size), 40)),
-    "epochs": lambda size, batch: loader(size, batch, sampler=DistributedSampler(range(size), 1, 0, shuffle=True)),
-    "lazy": of_indices(drawn),
-    "a sampler with a state": lambda size, batch: loader(size, batch, sampler=Remembering(size)),
-    "stream": lambda size, batch: loader(Stream(size), batch),
-    "own stream": lambda size, batch: loader(Stream(size, torch.Generator()), batch),
-    "list": lambda size, batch: Sized(lambda: torch.arange(size).split(batch), -(-size // batch)),
-    "unsized": lambda size, batch: Unsized(lambda: torch.randperm(size).split(batch)),
-    "logged": lambda size, batch: loader(Logged(size), batch),
-    "subclass": lambda size, batch: Changing(size, batch, lambda batches: [2 * each for each in batches]),
+def shuffle_indices(size: int, batch: int) -> Iterable[Tensor]:
+    """Return batches of indices as tensors."""
+    return torch.randperm(size).split(batch)
+
+
+def make_loader_of_unsized_indices(size: int, batch: int) -> DataLoader[Any]:
+    """Return a loader whose batch sampler has no length, and yields iterators of indices."""
+    return make_loader(size, batch_sampler=Unsized(lambda: map(iter, shuffle_indices(size, batch))))
+
+
+# Streams, and iterables of batches.
+
+
+def make_stream_loader(size: int, batch: int) -> DataLoader[Any]:
+    return make_loader(Stream(size), batch)
+
+
+def make_loader_of_stream_with_generator(size: int, batch: int) -> DataLoader[Any]:
+    return make_loader(Stream(size, torch.Generator()), batch)
+
+
+def make_list(size: int, batch: int) -> Sized:
+    return Sized(lambda: torch.arange(size).split(batch), count_batches(size, batch))
+
+
+def make_unsized(size: int, batch: int) -> Unsized:
+    return Unsized(lambda: torch.randperm(size).split(batch))
+
+
+def make_loader_of_batches(size: int, batch: int) -> DataLoader[Any]:
+    """Return a loader of a dataset whose samples are batches."""
+    return make_loader(list(torch.arange(size).split(batch)), batch_size=None)
+
+
+# Loaders whose samples or batches draw random numbers, and others.
+
+
+def make_augmented_loader(size: int, batch: int, **workers: Any) -> DataLoader[Any]:
+    return make_loader(Augmented(size), batch, shuffle=True, collate_fn=pad_and_mix, **workers)
+
+
+def make_augmented_stream_loader(size: int, batch: int, **workers: Any) -> DataLoader[Any]:
+    return make_loader(AugmentedStream(size), batch, collate_fn=pad_and_mix, **workers)
+
+
+FORKED: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
+
+
+def make_loader_with_persistent_workers(size: int, batch: int) -> DataLoader[Any]:
+    generator = torch.Generator()
+    return make_loader(size, batch, shuffle=True, generator=generator, persistent_workers=True, **FORKED)
+
+
+ORDERS: dict[str, MakeLoader] = {
+    "sequential": make_loader,
+    "shuffle": partial(make_loader, shuffle=True),
+    "drop_last": partial(make_loader, shuffle=True, drop_last=True),
+    "generator": make_loader_with_generator,
+    "replacement": make_loader_with_replacement,
+    "epochs": make_loader_of_epochs,
+    "lazy": make_loader_of_indices(draw_indices),
+    "a sampler with a state": make_loader_with_state,
+    "stream": make_stream_loader,
+    "own stream": make_loader_of_stream_with_generator,
+    "list": make_list,
+    "unsized": make_unsized,
+    "logged": make_logged_loader,
+    "subclass": make_changing_loader,
 }
 """Loaders whose order is that of one process, also in a resumed run."""
 
 WHOLE: dict[str, Callable[..., Any]] = {
-    "augmented": lambda size, batch, **workers: loader(
-        Augmented(size), batch, shuffle=True, collate_fn=pad_and_mix, **workers
-    ),
-    "augmented stream": lambda size, batch, **workers: loader(
-        AugmentedStream(size), batch, collate_fn=pad_and_mix, **workers
-    ),
+    "augmented": make_augmented_loader,
+    "augmented stream": make_augmented_stream_loader,
 }
 """Loaders whose samples are those of one process where batches are read whole."""
 
-
-FORKED: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
-WORKERS: dict[str, Order] = {
-    "workers": partial(loader, shuffle=True, **FORKED),
-    "persistent workers": lambda size, batch: loader(
-        size, batch, shuffle=True, generator=torch.Generator(), persistent_workers=True, **FORKED
-    ),
-    **{f"{name}, workers": partial(make, **FORKED) for name, make in WHOLE.items()},
+WORKERS: dict[str, MakeLoader] = {
+    "workers": partial(make_loader, shuffle=True, **FORKED),
+    "persistent workers": make_loader_with_persistent_workers,
+    "augmented, workers": partial(make_augmented_loader, **FORKED),
+    "augmented stream, workers": partial(make_augmented_stream_loader, **FORKED),
 }
 """Loaders with worker processes."""
 
-ODD: dict[str, Order] = {
-    "indices as tensors": of_indices(lambda size, batch: torch.randperm(size).split(batch)),
-    "indices without length": lambda size, batch: loader(
-        size, batch_sampler=Unsized(lambda: map(iter, torch.randperm(size).split(batch)))
-    ),
-    "batches without batching": lambda size, batch: loader(list(torch.arange(size).split(batch)), batch_size=None),
-    "graphs": lambda size, batch: loader(size, batch, shuffle=True, collate_fn=Graphs),
+ODD: dict[str, MakeLoader] = {
+    "indices as tensors": make_loader_of_indices(shuffle_indices),
+    "indices without length": make_loader_of_unsized_indices,
+    "batches without batching": make_loader_of_batches,
+    "graphs": partial(make_loader, shuffle=True, collate_fn=Graphs),
 }
 """More loaders, which no test resumes."""

@@ -67,15 +67,19 @@ PRELOAD = ("torch", "numpy", "pytest", "lightning.pytorch", "lightning_gradavg",
 class Raised(NamedTuple):
     """What a rank raised in `RankPool.run_expecting_errors`; equal to the pair of its two fields."""
 
+    # The name of the exception's class.
     type_name: str
     message: str
 
 
 class Ended(NamedTuple):
-    """How a rank ended in `RankPool.end`: exit code, None for a stuck one; its output; what it returned or raised."""
+    """How a rank ended in `RankPool.end`."""
 
+    # None: the process did not end.
     exit_code: int | None
+    # Its output, up to the end of the body.
     printed: str
+    # What the body returned, or the exception that it raised; "" if the process was killed or stopped.
     said: str
 
 
@@ -84,41 +88,59 @@ class RankError(Exception):
 
 
 class _Reply(NamedTuple):
-    """One rank's answer: what its body returned, or what it raised and where."""
+    """A rank's answer to a call."""
 
+    # What the body returned.
     result: Any = None
+    # What it raised, and its traceback.
     raised: Raised | None = None
     trace: str = ""
+    # Whether the process died.
     is_lost: bool = False
 
 
-_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
-_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-    (Path.cwd, os.chdir),
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.is_grad_enabled, torch.set_grad_enabled),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (torch.get_num_threads, torch.set_num_threads),
-    *((functools.partial(signal.getsignal, number), functools.partial(signal.signal, number)) for number in _SIGNALS),
+class _Setting(NamedTuple):
+    """A process-wide setting that Lightning, torch or a test body may change."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+
+
+def _signal_handler(number: signal.Signals) -> _Setting:
+    return _Setting(functools.partial(signal.getsignal, number), functools.partial(signal.signal, number))
+
+
+_SETTINGS = [
+    _Setting(Path.cwd, os.chdir),
+    _Setting(torch.get_default_dtype, torch.set_default_dtype),
+    _Setting(torch.is_grad_enabled, torch.set_grad_enabled),
+    _Setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    _Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    _Setting(torch.get_num_threads, torch.set_num_threads),
+    _signal_handler(signal.SIGINT),
+    _signal_handler(signal.SIGTERM),
+    _signal_handler(signal.SIGUSR1),
+    _signal_handler(signal.SIGUSR2),
 ]
-"""How to read and to set each process-wide setting that Lightning, torch or a test body may change."""
 
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """Begin with the same random state, and put every process-wide setting back after the block."""
+    """Begin with the same random state, and restore every process-wide setting after the block."""
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002  # the generator that Lightning and users' code draw from
     torch.default_generator.manual_seed(0)  # `torch.manual_seed` notes the stack for each kind of device
-    before = [read() for read, _ in _SETTINGS]
-    path, settings_of_rank_zero = mock.patch.object(sys, "path", [*sys.path]), mock.patch.dict(vars(rank_zero_only))
+    values = [setting.read() for setting in _SETTINGS]
     try:
-        with mock.patch.dict(os.environ), path, settings_of_rank_zero:
+        with (
+            mock.patch.dict(os.environ),
+            mock.patch.object(sys, "path", [*sys.path]),
+            mock.patch.dict(vars(rank_zero_only)),
+        ):
             yield
     finally:
-        for (_, put_back), value in zip(_SETTINGS, before, strict=True):
-            put_back(value)
+        for setting, value in zip(_SETTINGS, values, strict=True):
+            setting.write(value)
 
 
 def on_ranks(world_size: int = 2) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -126,18 +148,21 @@ def on_ranks(world_size: int = 2) -> Callable[[Callable[..., None]], Callable[..
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
-        def on_all(world: Callable[[int], RankPool], **given: Any) -> None:
-            world(world_size).run(_on_rank, test.__module__, test.__name__, given)
+        def on_all(world: Callable[[int], RankPool], **parameters: Any) -> None:
+            world(world_size).run(_on_rank, test.__module__, test.__name__, parameters)
 
-        of_test, first = inspect.signature(test), inspect.Parameter("world", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        vars(on_all)["__signature__"] = of_test.replace(parameters=[first, *of_test.parameters.values()])
+        # pytest reads from the signature that the test needs the fixture `world`, too.
+        signature = inspect.signature(test)
+        fixture = inspect.Parameter("world", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        vars(on_all)["__signature__"] = signature.replace(parameters=[fixture, *signature.parameters.values()])
         return on_all
 
     return decorate
 
 
-def _on_rank(module: str, name: str, given: dict[str, Any]) -> None:
-    vars(importlib.import_module(module))[name].__wrapped__(**given)
+def _on_rank(module: str, name: str, parameters: dict[str, Any]) -> None:
+    """Body: run a test of a module, without the decorator."""
+    vars(importlib.import_module(module))[name].__wrapped__(**parameters)
 
 
 class RankPool:
@@ -159,8 +184,11 @@ class RankPool:
         prepare: Callable[[], Any] | None = None,
         patience: float = GLOO_TIMEOUT,
     ) -> None:
-        self.world_size, self.timeout = world_size, timeout
+        self.world_size = world_size
+        self.timeout = timeout
+        # The last arguments of `_serve`.
         self._options = (timeout, patience), backend, prepare
+        # Of each rank that runs: its process, the pipe to it, and the file with its output.
         self._processes: list[Any] = []
         self._pipes: list[connection.Connection] = []
         self._logs: list[Path] = []
@@ -187,11 +215,16 @@ class RankPool:
         self._send(_end, (body, *args), kwargs)
         deadline = time.monotonic() + self.timeout
         for rank, process in enumerate(self._processes):
-            process.join(0 if rank == stuck else max(0.0, deadline - time.monotonic()))
-        printed = [log.read_text(errors="replace").partition(_SAID) for log in self._logs]
-        codes = [process.exitcode for process in self._processes]
+            if rank == stuck:
+                process.join(0)
+            else:
+                process.join(max(0.0, deadline - time.monotonic()))
+        ends = []
+        for process, log in zip(self._processes, self._logs, strict=True):
+            printed, _, said = log.read_text(errors="replace").partition(_SAID)
+            ends.append(Ended(process.exitcode, printed, said))
         self.close()
-        return [Ended(code, text, said) for code, (text, _, said) in zip(codes, printed, strict=True)]
+        return ends
 
     def close(self) -> None:
         """End the processes and remove their folder. The next call starts new ones."""
@@ -200,9 +233,11 @@ class RankPool:
         for process in self._processes:
             process.kill()
             process.join()
-        for log in self._logs[:1]:
-            shutil.rmtree(log.parent, ignore_errors=True)
-        self._processes, self._pipes, self._logs = [], [], []
+        if self._logs:
+            shutil.rmtree(self._logs[0].parent, ignore_errors=True)
+        self._processes = []
+        self._pipes = []
+        self._logs = []
 
     def _call(self, body: Any, args: Any, kwargs: Any, *, expecting_errors: bool = False) -> list[_Reply]:
         try:
@@ -222,22 +257,29 @@ class RankPool:
                 pipe.send_bytes(request)
 
     def _collect(self, *, expecting_errors: bool = False) -> list[_Reply]:
-        """Return the replies in rank order, or raise what failed first. Of a rank that dies, others fail, too."""
-        replies, failed = dict[int, _Reply](), list[int]()
-        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
-        while waiting and (ready := connection.wait(waiting, ROOT_CAUSE_WINDOW if failed else None)):
+        """Return the replies in rank order, or raise what failed first. If a rank dies, others fail, too."""
+        replies: dict[int, _Reply] = {}
+        failed: list[int] = []
+        waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        while waiting:
+            ready = connection.wait(waiting, ROOT_CAUSE_WINDOW if failed else None)
+            if not ready:
+                break
             for pipe in ready:
-                rank = waiting.pop(pipe)  # type: ignore[call-overload]  # what was given
-                reply = replies[rank] = _received(pipe, self._processes[rank])
+                rank = waiting.pop(pipe)
+                reply = _receive(pipe, self._processes[rank])
+                replies[rank] = reply
                 if reply.is_lost or (reply.raised and not expecting_errors):
                     failed.append(rank)
         if not failed:
             return [replies[rank] for rank in range(self.world_size)]
-        first, *_ = failed = sorted(failed, key=lambda rank: not replies[rank].is_lost)
-        told = [f"rank {rank}: {': '.join(replies[rank].raised or ())}" for rank in failed]
-        told += [f"rank {rank} had not answered" for rank in waiting.values()]
+        # Ranks that died come first, the others in the order in which they failed.
+        failed.sort(key=lambda rank: not replies[rank].is_lost)
+        lines = [f"rank {rank}: {': '.join(replies[rank].raised or ())}" for rank in failed]
+        lines += [f"rank {rank} had not answered" for rank in waiting.values()]
+        first = failed[0]
         output = self._logs[first].read_text(errors="replace")
-        raise RankError("\n".join([*told, replies[first].trace, f"output of rank {first}:", output[-8000:]]))
+        raise RankError("\n".join([*lines, replies[first].trace, f"output of rank {first}:", output[-8000:]]))
 
     def _start(self) -> None:
         ensure_forkserver()
@@ -258,7 +300,8 @@ class RankPool:
         self._collect()
 
 
-def _received(pipe: connection.Connection, process: Any) -> _Reply:
+def _receive(pipe: Any, process: Any) -> _Reply:
+    """Return the reply that is in a pipe, or that the process has died."""
     try:
         reply: _Reply = pickle.loads(pipe.recv_bytes())
     except (EOFError, OSError):
@@ -280,21 +323,22 @@ def ensure_forkserver() -> None:
     forkserver.set_forkserver_preload([*PRELOAD, *(name for name in sys.modules if name.startswith("test_"))])
     # Without the fix of python/cpython#117378 (3.12.8, 3.13.1) the fork server gets the environment but not sys.path.
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    forks = sys.platform == "linux" and not torch.cuda.is_available()  # CUDA cannot be used in a fork
+    start: Any = contextlib.nullcontext()
+    if sys.platform == "linux" and not torch.cuda.is_available():  # CUDA cannot be used in a fork
+        start = mock.patch("multiprocessing.util.spawnv_passfds", _fork)
     resource_tracker.ensure_running()
-    with (
-        mock.patch.dict(os.environ, {**_rank_environ(), "PYTHONPATH": path}),
-        mock.patch("multiprocessing.util.spawnv_passfds", _forked) if forks else contextlib.nullcontext(),
-    ):
+    with mock.patch.dict(os.environ, {**_rank_environ(), "PYTHONPATH": path}), start:
         forkserver.ensure_running()
 
 
-def _forked(executable: bytes, arguments: list[str], descriptors: Sequence[int]) -> int:
+def _fork(executable: bytes, arguments: list[str], descriptors: Sequence[int]) -> int:
     """Run what Python would be started with in a fork, where all is imported already, which takes seconds."""
-    if process := os.fork():
+    process = os.fork()
+    if process:
         return process
     try:
-        for descriptor in {int(path.name) for path in Path("/dev/fd").iterdir()} - {0, 1, 2, *descriptors}:
+        opened = {int(path.name) for path in Path("/dev/fd").iterdir()}
+        for descriptor in opened - {0, 1, 2, *descriptors}:
             with contextlib.suppress(OSError):  # the one that listed them
                 os.close(descriptor)
         warnings.resetwarnings()  # those of tests are errors
@@ -315,7 +359,7 @@ def _serve(
     prepare: Callable[[], Any] | None,
 ) -> None:
     """Answer calls until the pipe closes; `timeouts` are those of a body and of a collective, in seconds."""
-    timeout, patience = timeouts[0], timedelta(seconds=timeouts[1])
+    timeout, patience = timeouts
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -334,15 +378,20 @@ def _serve(
         if prepare is not None:
             prepare()
         store = dist.FileStore(str(log.parent / "store"), world_size)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=patience)
+        )
 
-    call, limit = connect, CALL_TIMEOUT
+    # The first call makes the process group. The parent collects its reply in `_start`.
+    call: Callable[[], Any] = connect
+    limit = CALL_TIMEOUT
     with contextlib.suppress(EOFError):
         while True:
             faulthandler.dump_traceback_later(limit, exit=True)
             pipe.send_bytes(_answer(call))
             faulthandler.cancel_dump_traceback_later()
-            call, limit = functools.partial(_perform, pipe.recv_bytes()), timeout
+            call = functools.partial(_perform, pipe.recv_bytes())
+            limit = timeout
     os._exit(0)  # without the exit handlers, which would wait for the other ranks
 
 
@@ -365,12 +414,14 @@ _SAID = "\nin the end: "
 
 
 def _end(body: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """End the process after a body, print what it returned or raised, and let it be known."""
+    """End the process after a body, print what it returned or raised, and let the other ranks know."""
     try:
-        said, code = repr(body(*args, **kwargs)), 0
-    except BaseException as error:  # noqa: BLE001  # whatever it is, the parent is told
+        said = repr(body(*args, **kwargs))
+        code = 0
+    except BaseException as error:  # noqa: BLE001  # whatever it is, the parent reads it
         traceback.print_exception(error)
-        said, code = f"{type(error).__name__}: {error}", 1
+        said = f"{type(error).__name__}: {error}"
+        code = 1
     sys.stderr.write(_SAID + said)
     sys.stderr.flush()
     store_of_world().set(f"ended/{dist.get_rank()}", "")
@@ -389,12 +440,17 @@ class RankEnvironment(ClusterEnvironment):
     """Lightning's view of the ranks that run already, made in a rank body; rank `r` is on `nodes[r]`, in any order."""
 
     creates_processes_externally = True
-    main_address, main_port = "nowhere", 0  # the process group is there already
+    # The process group is there already.
+    main_address = "nowhere"
+    main_port = 0
 
     def __init__(self, nodes: Sequence[int] | None = None) -> None:
-        self.nodes = tuple(nodes) if nodes is not None else (0,) * dist.get_world_size()
-        assert len(self.nodes) == dist.get_world_size()
-        self.num_nodes, self.ranks_on_node = len(set(self.nodes)), self.nodes.count(self.node_rank())
+        if nodes is None:
+            nodes = (0,) * dist.get_world_size()
+        assert len(nodes) == dist.get_world_size()
+        self.nodes = tuple(nodes)
+        self.num_nodes = len(set(nodes))
+        self.ranks_on_node = self.nodes.count(self.node_rank())
 
     @staticmethod
     def detect() -> bool:
@@ -426,7 +482,10 @@ def make_trainer(strategy: Strategy | str, *, nodes: Sequence[int] | None = None
         "accelerator": "cpu",
         "devices": environment.ranks_on_node,
         "num_nodes": environment.num_nodes,
-        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
     }
     return Trainer(strategy=strategy, plugins=plugins, **(defaults | options))
 
@@ -449,7 +508,8 @@ def _run_as_main(script: Path, arguments: tuple[str, ...], output: Path) -> None
         os.dup2(file.fileno(), 2)
     os.chdir(script.parent)
     os.environ.update({"MPLBACKEND": "agg", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS.parent)})
-    sys.argv[:], sys.path[0] = [str(script), *arguments], str(script.parent)
+    sys.argv[:] = [str(script), *arguments]
+    sys.path[0] = str(script.parent)
     runpy.run_path(str(script), run_name="__main__")
 
 
@@ -458,27 +518,33 @@ def covering(*factors: Sequence[Any], strength: int = 2) -> list[tuple[Any, ...]
 
     Greedy and without chance: each time the combination that holds most of what is missing, the first of several.
     """
-    of_columns = list(combinations(range(len(factors)), min(strength, len(factors))))
-    held = {
-        row: {(columns, *(row[column] for column in columns)) for columns in of_columns}
-        for row in product(*(range(len(values)) for values in factors))
-    }
-    missing, chosen = set[Any]().union(*held.values()), []
+    # Combinations are told apart by the indices of their values, as values need not be hashable. A combination holds,
+    # for each pair of factors, the pair of its indices there.
+    sets_of_factors = list(combinations(range(len(factors)), min(strength, len(factors))))
+    held: dict[tuple[int, ...], set[Any]] = {}
+    missing = set[Any]()
+    for indices in product(*[range(len(values)) for values in factors]):
+        held[indices] = {(chosen, *[indices[factor] for factor in chosen]) for chosen in sets_of_factors}
+        missing |= held[indices]
+    chosen_indices = []
     while missing:
-        best = max(held, key=lambda row: len(held[row] & missing))
+        best = max(held, key=lambda indices: len(held[indices] & missing))
         missing -= held[best]
-        chosen.append(best)
-    return [tuple(values[index] for values, index in zip(factors, row, strict=True)) for row in sorted(chosen)]
+        chosen_indices.append(best)
+    return [_values_at(factors, indices) for indices in sorted(chosen_indices)]
+
+
+def _values_at(factors: Sequence[Sequence[Any]], indices: Sequence[int]) -> tuple[Any, ...]:
+    """Return the value of each factor at its index."""
+    return tuple(values[index] for values, index in zip(factors, indices, strict=True))
 
 
 def grid(*factors: Sequence[Any], strength: int = 2) -> list[Any]:
     """Return all combinations for `pytest.mark.parametrize`, those that `covering` leaves out marked `full`."""
-    indices = [range(len(values)) for values in factors]
-    chosen = covering(*indices, strength=strength)
-    return [
-        pytest.param(
-            *(values[index] for values, index in zip(factors, row, strict=True)),
-            marks=() if row in chosen else pytest.mark.full,
-        )
-        for row in product(*indices)
-    ]
+    indices_of_factors = [range(len(values)) for values in factors]
+    in_every_run = covering(*indices_of_factors, strength=strength)
+    parameters = []
+    for indices in product(*indices_of_factors):
+        marks = [] if indices in in_every_run else [pytest.mark.full]
+        parameters.append(pytest.param(*_values_at(factors, indices), marks=marks))
+    return parameters

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from toys import WEIGHTED, OfTorch, Recorded
+from toys import WEIGHTED, Recorded, TorchLoop
 
 import lightning_gradavg
 from benchmarks.one_gpu import OneGpu
@@ -50,7 +50,8 @@ Found = tuple[Outcome, dict[str, float]]
 Step = Callable[["Net", Tensor, int], Any]
 Worlds = Callable[[int], RankPool]
 
-WIDTH, STEPS = 8, 6
+WIDTH = 8
+STEPS = 6
 SAMPLES = ((3, 4, 2, 1), (5, 2, 1, 4), (4, 4, 3, 2), (2, 6, 4, 3), (3, 3, 1, 5), (1, 5, 2, 2))
 """Of the batches of each rank."""
 
@@ -102,7 +103,8 @@ def weighed(net: Net, batch: Tensor, batch_idx: int) -> Any:
 
 def odd(net: Net, batch: Tensor, batch_idx: int, *, weight: float = 1.0, factor: float = 1.0) -> Any:
     """On the last rank every second micro-batch has this weight, which only the device knows, and its loss a factor."""
-    is_odd, on_device = on_last_rank() and batch_idx % 2 == 1, partial(torch.full, (), device=batch.device)
+    is_odd = on_last_rank() and batch_idx % 2 == 1
+    on_device = partial(torch.full, (), device=batch.device)
     loss = net.loss(batch) * on_device(factor if is_odd else 1.0)
     return {"loss": loss, "weight": on_device(weight if is_odd else float(len(batch)))}
 
@@ -130,7 +132,8 @@ def gathering(net: Net, batch: Tensor, batch_idx: int) -> Any:
 
 def of_all_ranks(net: Net, batch: Tensor, batch_idx: int) -> Any:
     """Two terms, one of a count on the device and one of a count on the host."""
-    losses, found = net(batch).square().mean(1), batch[:, 0] > 0
+    losses = net(batch).square().mean(1)
+    found = batch[:, 0] > 0
     return sum(global_mean([losses[found].sum(), losses.sum()], [found.sum(), len(batch)]))
 
 
@@ -159,7 +162,10 @@ class Counter(Callback):
     """Counts, from the begin of a path's fourth window to that of the last."""
 
     def __init__(self, counts: Mapping[str, Count], path: Path) -> None:
-        self.counts, self.window, self.first, self.last = counts, path.window, 3, STEPS - 1
+        self.counts = counts
+        self.window = path.window
+        self.first = 3
+        self.last = STEPS - 1
         self.per_step: dict[str, float] = {}
         self._begun: dict[str, float] = {}
 
@@ -225,7 +231,8 @@ def trainer_on(device: str, path: Path, strategy: Any, *callbacks: Callback, **o
 
 def fit(path: Path, device: str, counts: Mapping[str, Count]) -> Found:
     """Train, and return the gradients of every step, buffers, logs, and the report of a monitor."""
-    counter, given = Counter(counts, path), dict(path.options)
+    counter = Counter(counts, path)
+    given = dict(path.options)
     splits = bool({"split_batches", "equivalent_to", "reproducible"} & given.keys())
     module = Net(path.step, batch_norm=splits)
     strategy: Any = DDPStrategy() if given.pop("stock", False) else GradAvgStrategy(**given)
@@ -261,11 +268,14 @@ def evaluate(path: Path, device: str, counts: Mapping[str, Count]) -> Found:
 
 def in_a_loop(path: Path, device: str, counts: Mapping[str, Count]) -> Found:
     """Train by `GradAvgReducer`, or by `average_gradients`, with weights on the device, of which one is 0."""
-    module, loop, averages = Net(plain).to(device), OfTorch(**WEIGHTED), "averages" in path.options
+    module = Net(plain).to(device)
+    loop = TorchLoop(**WEIGHTED)
+    averages = "averages" in path.options
     model = module if averages else loop.set_up(module)
     optimizer = module.configure_optimizers()
     for number, batch in enumerate(batches_of_rank(6)):
-        last, nothing = (number + 1) % path.window == 0, number == 3 and dist.get_rank() == 1
+        last = (number + 1) % path.window == 0
+        nothing = number == 3 and dist.get_rank() == 1
         weight = torch.tensor(0 if nothing else len(batch), device=device)
         with nullcontext() if averages else loop.no_sync(model, enabled=not last):
             loss = model(batch.to(device)).square().mean() * (math.nan if nothing else 1)
@@ -376,7 +386,8 @@ def run_beside_the_cpu(body: Callable[[str], Found], name: str, pools: Worlds, w
     """Run a path on a device, assert that every rank gets what it gets on the CPU, and return what they count."""
     path = PATHS[name]
     ranks = len(path.nodes)
-    found, on_cpu = pools(ranks).run(body, name), world(ranks).run(perform, name, "cpu", {})
+    found = pools(ranks).run(body, name)
+    on_cpu = world(ranks).run(perform, name, "cpu", {})
     # Kernels of a GPU add up float32 in another order than those of the CPU.
     tolerance = path.tolerance if body is on_sim else max(path.tolerance, 2e-5)
     for (outcome, _), (expected, _) in zip(found, on_cpu, strict=True):

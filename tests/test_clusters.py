@@ -34,7 +34,8 @@ def weights(folder: Path) -> torch.Tensor:
 @pytest.mark.timeout(300)
 def test_two_agents_in_two_namespaces(tmp_path):
     """Agents in network namespaces of their own find each other by address; their four ranks train as one process."""
-    if (reason := obstacle("ip")) is not None:
+    reason = obstacle("ip")
+    if reason is not None:
         pytest.skip(reason)
     command = ["bash", str(TORCHRUN), *EXAMPLE, f"--folder={tmp_path}/nodes"]
     with network(2, None) as made, ExitStack() as stack:

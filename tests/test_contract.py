@@ -16,7 +16,7 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from ranks import PLAIN_DATA_ONLY, make_trainer
 from torch.utils.data import DataLoader
-from toys import Memory, Toy
+from toys import MemoryLogger, Toy
 
 import lightning_gradavg as package
 from lightning_gradavg import GradAvgStrategy, fabric
@@ -67,7 +67,7 @@ def test_the_constructor():
 
 
 def log_hyperparams(options: dict[str, Any]) -> list[dict[str, Any]]:
-    logger = Memory()
+    logger = MemoryLogger()
     trainer = make_trainer(GradAvgStrategy(**options), max_epochs=1, logger=logger, log_every_n_steps=1)
     trainer.fit(Toy(), DataLoader(torch.ones(8, dtype=torch.float64), 4))
     return logger.hyperparameters

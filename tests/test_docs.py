@@ -8,12 +8,13 @@ from inspect import signature
 from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from lightning.pytorch.strategies import StrategyRegistry
 from ranks import run_script
-from structure import JOURNEYS, travelled
+from structure import JOURNEYS, travel
 
 import lightning_gradavg
 from lightning_gradavg import GradAvgStrategy, Place
@@ -33,11 +34,16 @@ def lines_before(block: re.Match[str]) -> int:
     return block.string.count("\n", 0, block.start(2))
 
 
-BLOCKS = [
-    pytest.param(block, id=f"{page.name}:{lines_before(block)}")
-    for page in PAGES
-    for block in PYTHON.finditer(page.read_text("utf-8"))
-]
+def find_blocks() -> list[Any]:
+    """Return a parameter of pytest for each Python block of all pages."""
+    parameters = []
+    for page in PAGES:
+        for block in PYTHON.finditer(page.read_text("utf-8")):
+            parameters.append(pytest.param(block, id=f"{page.name}:{lines_before(block)}"))
+    return parameters
+
+
+BLOCKS = find_blocks()
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -93,8 +99,13 @@ def test_the_reference_is_the_public_interface() -> None:
 
 
 def cells_of(page: str, head: str) -> list[list[str]]:
-    lines = (ROOT / "docs" / page).read_text("utf-8").partition(f"{head}\n")[2].splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in takewhile(bool, lines)][1:]
+    """Return the cells of each row of a table of a page, by its first line; without the line of dashes."""
+    _, _, text = (ROOT / "docs" / page).read_text("utf-8").partition(f"{head}\n")
+    _, *lines = takewhile(bool, text.splitlines())
+    rows = []
+    for line in lines:
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
 
 
 def test_the_table_of_rules_is_that_of_the_code() -> None:
@@ -124,9 +135,9 @@ def test_journeys_go_no_further_than_documented(world, name) -> None:
     Which calls gloo's threads take over differs from run to run.
     """
     ((_, files, calls),) = [row for row in cells_of("architecture.md", "| journey | files | calls |") if row[0] == name]
-    for arrows in world(2).run(travelled, name):
-        assert 0 < len({target for _, target in arrows}) <= int(files)
-        assert len(arrows) <= 1.1 * int(calls)
+    for calls_of_rank in world(2).run(travel, name):
+        assert 0 < len({call.target for call in calls_of_rank}) <= int(files)
+        assert len(calls_of_rank) <= 1.1 * int(calls)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

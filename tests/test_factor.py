@@ -25,7 +25,8 @@ COUNTS = st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=4), min_size
 @given(weights=COUNTS)
 def test_both_forms_are_the_rule(name, divisor, weights):
     """DDP averages over W what each rank adds up, and the loop has divided by N: the rest makes it the rule."""
-    rule, world_size = RULES[name], len(weights)
+    rule = RULES[name]
+    world_size = len(weights)
     pairs = [
         (weight, 1.0 + 7 * rank + index) for rank, of_rank in enumerate(weights) for index, weight in enumerate(of_rank)
     ]
@@ -59,7 +60,9 @@ def test_equal_weights_give_exactly_1(weight, world_size, divisor):
 @pytest.mark.parametrize("length", [1, 2, 3, 7])
 def test_a_window_of_a_rule_without_weights(name, nodes, length):
     """A full window is multiplied by exactly 1 afterwards; every pair counts as a rank of its node."""
-    rule, places, world_size = RULES[name], places_on_nodes(nodes), len(nodes)
+    rule = RULES[name]
+    places = places_on_nodes(nodes)
+    world_size = len(nodes)
     normalizer = float(sum(share_of(rule, place, 1.0).normalizer for place in places))
     divisor = float(length) if rule.averages_window else 4.0
     lift = factor_before(1.0, 1.0 if rule.averages_window else divisor, world_size, normalizer)

@@ -19,7 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gradavg import hooks
 
 NAMES = ("bfloat16", "float32_sum", "by_node", "by_node_bfloat16")
-FLAT, EVEN, UNEVEN, SINGLE, EIGHT = [0, 0], [0, 0, 1, 1], [0, 0, 0, 1], [0, 1], [0] * 8
+FLAT = [0, 0]
+EVEN = [0, 0, 1, 1]
+UNEVEN = [0, 0, 0, 1]
+SINGLE = [0, 1]
+EIGHT = [0] * 8
 # Of an L2 norm: one rounding to p bits makes about 0.41 * 2**-p. In 16 bits a gradient is rounded once before the sum,
 # but by the rank that sums it, and once after it; one that has 16 bits itself only after it.
 ONE_ROUNDING = {torch.bfloat16: 1.7e-3, torch.float16: 2.4e-4}
@@ -59,8 +63,10 @@ def gradients_of(rank: int, nodes: Sequence[int], dtype: torch.dtype, scale: flo
 
 def means(name: str, nodes: Sequence[int], dtype: torch.dtype, scale: float) -> list[Tensor]:
     """Body: the means of many buckets that travel at once, before each of which every rank works for another time."""
-    rank, futures = dist.get_rank(), []
-    work, draw = torch.ones(120, 120), torch.Generator().manual_seed(rank)
+    rank = dist.get_rank()
+    futures = []
+    work = torch.ones(120, 120)
+    draw = torch.Generator().manual_seed(rank)
     with on_nodes(nodes):
         for gradient in (given := gradients_of(rank, nodes, dtype, scale)):
             for _ in range(int(torch.randint(4, (), generator=draw))):
@@ -104,7 +110,8 @@ def test_mean(world, name, nodes, dtype, scale):
     for size, *found, of_bucket in zip(SIZES, *of_ranks, zip(*given, strict=True), strict=True):
         assert all(torch.equal(one.nan_to_num(), found[0].nan_to_num()) for one in found)
         assert found[0].dtype == dtype
-        mean, exact = as_doubles(found[0]), torch.stack(list(map(as_doubles, of_bucket))).mean(0)
+        mean = as_doubles(found[0])
+        exact = torch.stack(list(map(as_doubles, of_bucket))).mean(0)
         fine = exact.isfinite()
         assert torch.equal(mean.isfinite(), fine)
         assert torch.equal(mean.isnan(), exact.isnan())
@@ -116,7 +123,8 @@ def test_mean(world, name, nodes, dtype, scale):
 def bytes_sent(name: str, nodes: Sequence[int], dtype: torch.dtype) -> Counter[bool]:
     """Body: bytes that this rank hands to collectives for other ranks, by whether these are on other nodes."""
     sent: Counter[bool] = Counter()
-    rank, exchange = dist.get_rank(), dist.all_to_all_single
+    rank = dist.get_rank()
+    exchange = dist.all_to_all_single
 
     def counted(received: Tensor, rows: Tensor, *, group: Any, async_op: bool) -> Any:
         for other, row in zip(dist.get_process_group_ranks(group), rows, strict=True):
@@ -171,7 +179,8 @@ def test_stock_ddp(world, name, nodes, views):
 
 def sparse() -> Any:
     rank = dist.get_rank()
-    index, value = torch.tensor([[rank]]), torch.tensor([2.0 + rank])
+    index = torch.tensor([[rank]])
+    value = torch.tensor([2.0 + rank])
     bucket = torch.sparse_coo_tensor(index, value, (3,), check_invariants=True).coalesce()
     return begin("bfloat16", bucket).wait().to_dense().tolist()
 
@@ -189,7 +198,8 @@ def nowhere() -> Any:
 
 def in_groups() -> Any:
     """Body: the hook needs groups of its own on the first ranks, and none on the last, which is alone."""
-    rank, groups = dist.get_rank(), [dist.new_group([0, 1, 2, 3]), dist.new_group([4])]
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1, 2, 3]), dist.new_group([4])]
     with on_nodes([0, 0, 1, 1, 2]):
         return hooks.by_node(groups[rank // 4], bucket_of(torch.full((2,), rank * 2.0))).wait().tolist()
 

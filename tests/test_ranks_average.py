@@ -26,7 +26,8 @@ Gradients = Sequence["Tensor | None"]
 
 def reduce_given(of_ranks: Sequence[Gradients], weights: Any = None, **options: Any) -> Gradients:
     """Body: reduce dictated gradients, `of_ranks[rank][parameter]`, and return this rank's."""
-    rank, parameters = dist.get_rank(), []
+    rank = dist.get_rank()
+    parameters = []
     for gradients in zip(*of_ranks, strict=True):
         like = next(gradient for gradient in gradients if gradient is not None)
         parameters.append(nn.Parameter(torch.zeros(like.shape, dtype=like.dtype)))
@@ -65,7 +66,8 @@ def record_collectives(of_ranks: Sequence[Gradients], **options: Any) -> list[tu
     def recorded(stock: Any) -> Any:
         def call(*tensors: Any, **rest: Any) -> Any:
             assert {"group", "async_op"} >= rest.keys()  # a sum: a backend may know nothing else
-            size, work = tensors[-1].numel(), stock(*tensors, **rest)
+            size = tensors[-1].numel()
+            work = stock(*tensors, **rest)
             seen.append((stock.__name__, size))
 
             def wait() -> None:
@@ -101,7 +103,8 @@ def in_many_memories(x: Tensor) -> list[Tensor]:
 @on_ranks(3)
 def test_memory_of_a_gradient():
     """A gradient is reduced in place whatever its strides."""
-    x, parameters = torch.arange(16.0).reshape(4, 4), list[Any]()
+    x = torch.arange(16.0).reshape(4, 4)
+    parameters = list[Any]()
     for gradient in (gradients := in_many_memories(x * (dist.get_rank() + 1))):
         parameters.append(nn.Parameter(torch.zeros_like(gradient).contiguous()))
         parameters[-1].grad = gradient
@@ -127,7 +130,8 @@ def test_mean_has_the_bits_of_ddp():
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     vars(model[2])["_parameters"]["weight"] = model[0].weight
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
-    wrapped, found = DistributedDataParallel(model), list[Any]()
+    wrapped = DistributedDataParallel(model)
+    found = list[Any]()
     model.register_parameter("counts", nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False))
     for source in (None, *SOURCES):
         model.zero_grad()
@@ -145,7 +149,8 @@ def test_mean_has_the_bits_of_ddp():
 @on_ranks(4)
 def test_groups_smaller_than_the_world():
     """Groups reduce over their members alone, at once; a group of one rank communicates with nobody."""
-    rank, members = dist.get_rank(), [[1, 3], [0], [2]]
+    rank = dist.get_rank()
+    members = [[1, 3], [0], [2]]
     groups = {tuple(ranks): dist.new_group(ranks) for ranks in members}
     (mine,) = [group for ranks, group in groups.items() if rank in ranks]
     w = nn.Parameter(torch.zeros(()))
@@ -205,7 +210,8 @@ MISUSES: dict[str, tuple[Sequence[int], dict[str, Any], str]] = {
 
 def misuse(name: str) -> None:
     """Body: call with the misuse, and check that the gradients are what they were."""
-    rank, model = dist.get_rank(), pair(1)
+    rank = dist.get_rank()
+    model = pair(1)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, rank + 1.0)
     ranks, given, _ = MISUSES[name]

@@ -84,7 +84,8 @@ class Seen(NamedTuple):
 
 def observe(module: nn.Module, inputs: Sequence[Tensor], *, counts: bool = True) -> Seen:
     """Run two steps with a loss that is a sum over rows, in which rows have unlike gradients."""
-    outputs, of_rows = [], []
+    outputs = []
+    of_rows = []
     for values in inputs:
         x = values.clone().requires_grad_()
         count_rows(counted=counts)
@@ -101,7 +102,8 @@ def observe(module: nn.Module, inputs: Sequence[Tensor], *, counts: bool = True)
 def on_rank(module: nn.Module, inputs: Sequence[Tensor], place: Place) -> tuple[Seen, slice, bool]:
     """Return what a rank sees of its rows, which they are, and whether they count."""
     rank = dist.get_rank()
-    counts, rows = rank != place.stand_in, slice(sum(place.rows[:rank]), sum(place.rows[: rank + 1]))
+    counts = rank != place.stand_in
+    rows = slice(sum(place.rows[:rank]), sum(place.rows[: rank + 1]))
     own = [batch[rows] if counts else batch[:2] * torch.nan for batch in inputs]
     of_torch = nn.functional.batch_norm
     try:
@@ -172,7 +174,8 @@ def test_equals_one_process(world, name, place):
 @on_ranks(2)
 def test_the_variance_does_not_cancel():
     """A mean that is 1e8 times the deviation."""
-    norm, x = NORM(1, momentum=1.0).double(), torch.tensor([[-1.0], [1.0], [-3.0], [3.0]]).double()
+    norm = NORM(1, momentum=1.0).double()
+    x = torch.tensor([[-1.0], [1.0], [-3.0], [3.0]]).double()
     seen, rows, _ = on_rank(norm, [1e8 + x], Place([2, 2]))
     torch.testing.assert_close(seen.buffers[1], torch.tensor([20 / 3], dtype=torch.float64), rtol=1e-9, atol=0)
     torch.testing.assert_close(seen.outputs[0], x[rows] / (5 + 1e-5) ** 0.5, rtol=1e-7, atol=0)
@@ -193,7 +196,8 @@ def test_half_precision_is_rounded_once(dtype):
 
 @pytest.mark.parametrize("place", [Place([1, 0]), Place([0, 0, 1]), Place([0, 1], 0)], ids=str)
 def test_one_value_per_channel_is_torchs_error_on_all_ranks(world, place):
-    norm, inputs = NORM(CHANNELS), [torch.ones(1, CHANNELS)]
+    norm = NORM(CHANNELS)
+    inputs = [torch.ones(1, CHANNELS)]
     with pytest.raises(ValueError, match="Expected more than 1 value per channel when training") as caught:
         norm(*inputs)
     start, _, _ = str(caught.value).partition(", got")

@@ -54,7 +54,8 @@ def reference(name: str, dtype: torch.dtype, num_replicas: int, accumulate: int)
 
 WINDOWS = [1, 3]  # of 8 loader batches, so that the last window of 3 is a short one
 SINGLE: dict[str, Any] = {"equivalent_to": "single_device", "num_replicas": None}
-FLOAT32, SPLIT = {"dtype": torch.float32}, {"equivalent_to": None, "split_batches": True}
+FLOAT32 = {"dtype": torch.float32}
+SPLIT = {"equivalent_to": None, "split_batches": True}
 RUNS = [
     # The model, replicas on ranks, the window, and options.
     *grid(["cnn", "masked", "sparse"], [Place(4, 1), Place(4, 3), Place(4, 4), Place(3, 4)], WINDOWS, [{}]),
@@ -75,7 +76,8 @@ RUNS = [
 def test_equals_data_parallel(world, name, place, accumulate, options):
     """8 loader batches give the gradients, weights, buffers and losses of DataParallel by hand; ranks are equal."""
     options = {"dtype": torch.float64, **options}
-    dtype, windows = options.pop("dtype"), {"accumulate_grad_batches": accumulate} if accumulate > 1 else {}
+    dtype = options.pop("dtype")
+    windows = {"accumulate_grad_batches": accumulate} if accumulate > 1 else {}
     ranks = world(place.world_size).run(fit, MODELS[name], parallel(place.num_replicas) | options, dtype, **windows)
     assert place.world_size == len(ranks)
     assert_same_run(ranks, reference(name, dtype, place.num_replicas, accumulate), *TOLERANCES[dtype])
@@ -102,7 +104,8 @@ class Variance(Toy):
 )
 def test_gradient_by_hand(world, kind, xs, replicas, sizes, gradient):
     """Cases 26 and 27, of the batch 1, 2, ... xs."""
-    batches, toy = [[float(x) for x in range(1, xs + 1)]], {"kind": "s", "lr": 0.0}
+    batches = [[float(x) for x in range(1, xs + 1)]]
+    toy = {"kind": "s", "lr": 0.0}
     for size in sizes:
         seen = world(size).run(train_toy, [batches] * size, toy, parallel(replicas), module=kind)
         assert [approx(gradient)] == [one.item() for one in same_everywhere(seen).gradients]
@@ -136,7 +139,8 @@ class Odd(Model):
 
     def __init__(self, dtype: torch.dtype, how: str) -> None:
         super().__init__(dtype)
-        self.how, self.metric = how, MeanMetric(dist_sync_on_step=True)
+        self.how = how
+        self.metric = MeanMetric(dist_sync_on_step=True)
         self.teacher = nn.Parameter(torch.ones(3), requires_grad=False)
         if how != "makes a buffer":
             self.register_buffer("center", None if how == "assigns a buffer of None" else torch.zeros(()))
@@ -160,7 +164,8 @@ class Dropping(Model):
 
 
 Kind = type[Model] | str
-EACH, BITS = parallel(None), {"reproducible": True}
+EACH = parallel(None)
+BITS = {"reproducible": True}
 PARTS = {"split_batches": True, "max_device_batch_size": 2}
 # On 2 ranks. Of the batch, the 4 replicas on them get 3, 3, 3 and 0 samples; one sample leaves a rank without.
 ONE_BATCH, ONE_SAMPLE = ({"sizes": [size], "times": 1} for size in (9, 1))

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from faults import run_ranks
+from faulty_runs import run_ranks
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.strategies import DDPStrategy
@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
 from torchmetrics.utilities import dim_zero_cat
-from toys import Toy, approx, loader
+from toys import Toy, approx, make_loader
 
 from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy
 from lightning_gradavg import fabric as of_fabric
@@ -48,7 +48,8 @@ def data(size: int, start: int = 0) -> Any:
 
 class Stream(IterableDataset[Any]):
     def __init__(self, values: Any, *, sharded: bool = False) -> None:
-        self.values, self.sharded_by_rank = values, sharded
+        self.values = values
+        self.sharded_by_rank = sharded
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.values)
@@ -100,7 +101,7 @@ LOADERS: dict[str, Callable[..., Any]] = {
     "several": several,
     "together": lambda size, batch: CombinedLoader(several(size, batch), "min_size"),
     # Each rank is told its batches.
-    "told": lambda of_ranks: loader(chain.from_iterable(of_rank(of_ranks))),
+    "told": lambda of_ranks: make_loader(chain.from_iterable(of_rank(of_ranks))),
 }
 
 
@@ -132,7 +133,9 @@ class Net(LightningModule):
     def __init__(self, kind: str, sizes: tuple[Any, ...], logs: str = "all") -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(1, dtype=torch.float64)
-        self.kind, self.sizes, self.logs = kind, sizes, logs
+        self.kind = kind
+        self.sizes = sizes
+        self.logs = logs
         self.group_0 = group_of((0,))
         self.total = SumMetric(dist_sync_on_step=logs == "metric steps").set_dtype(torch.float64)
         self.mean, self.cat = (kind().set_dtype(torch.float64) for kind in (MeanMetric, CatMetric))
@@ -156,7 +159,8 @@ class Net(LightningModule):
         self.seen += batch.tolist()
         self.statistics.add(self.norm.running_mean.item())
         batch = batch + 0 * self.norm(batch.reshape(-1, 1)).sum()
-        value, of_all = batch.mean(), {"sync_dist": True, "batch_size": len(batch)}
+        value = batch.mean()
+        of_all = {"sync_dist": True, "batch_size": len(batch)}
         self.log("value", value, **of_all)
         if dataloader_idx is not None:
             return
@@ -190,7 +194,9 @@ class Net(LightningModule):
             if self.logs != "kept":
                 self.cat.reset()
 
-    test_step, on_test_batch_end, on_test_epoch_end = validation_step, on_validation_batch_end, on_validation_epoch_end
+    test_step = validation_step
+    on_test_batch_end = on_validation_batch_end
+    on_test_epoch_end = on_validation_epoch_end
 
     def predict_step(self, batch, batch_idx, dataloader_idx=0):
         self.seen += batch.tolist()
@@ -233,7 +239,8 @@ def run(
 ) -> dict[str, Any]:
     """Body: evaluate or fit once, and return what the rank saw and got; `alone` as stock Lightning does on a device."""
     seed_everything(7, verbose=False)
-    model, splits = Net(kind, sizes, logs), options.pop("split_batches", False)
+    model = Net(kind, sizes, logs)
+    splits = options.pop("split_batches", False)
     strategy = "auto" if alone else GradAvgStrategy(exact_evaluation=True, split_batches=splits)
     callbacks = [Writer()] if what == "predict" and kind in ("indexed", "shuffled") else []
     defaults = {"max_epochs": 1, "limit_train_batches": 1, "num_sanity_val_steps": 0, "callbacks": callbacks}
@@ -394,7 +401,8 @@ def reduced_by(strategy: Any, value: Any, how: Any) -> Any:
 @on_ranks(2)
 def test_values_are_reduced_as_in_stock_and_means_of_integers_keep_decimals(name):
     """Case 36: the mean of the integers 3 and 2 is 2.5. That of 4 and 2 is 3 and an integer, as in stock."""
-    strategy, first = STRATEGIES[name], dist.get_rank() == 0
+    strategy = STRATEGIES[name]
+    first = dist.get_rank() == 0
     integers = (torch.int64, torch.int32, torch.uint8, torch.bool)
     for kind, how in product((*integers, torch.float16, torch.float32, torch.float64), ("mean", "avg", "sum", "max")):
         whole, other = (torch.tensor(value).to(kind) for value in ((4, 3) if first else (2, 2)))
@@ -433,7 +441,7 @@ def test_a_mean_over_ranks_of_different_batch_sizes_needs_no_option():
 
     def logged(strategy: Any) -> Any:
         trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False, num_sanity_val_steps=0)
-        trainer.fit(Means(lr=0.0), loader(samples), loader(samples))
+        trainer.fit(Means(lr=0.0), make_loader(samples), make_loader(samples))
         return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
     assert {"train": 5.0, "val": 5.0} == logged(DDPStrategy())
@@ -501,7 +509,8 @@ STAGES = {"fit": "validation", "validate": "validation", "test": "test", "predic
 @pytest.mark.parametrize(("kind", "sizes", "what", "options"), WITHOUT)
 def test_a_rank_without_a_batch_is_named_once_and_by_the_error_of_its_hook(world, kind, sizes, what, options):
     """Of two batches, the third of three ranks has none. Ranks 0 and 1 may wait for it, and hear of its error."""
-    stage, number = STAGES[what], " 0" * (kind == "several")
+    stage = STAGES[what]
+    number = " 0" * (kind == "several")
     said = f"exact evaluation has no batch of the {stage} loader{number} for rank 2. What steps leave for on_{stage}_"
     for early, lines in world(3).run(told, Passes, kind, sizes, what, **options):
         assert len(lines) == (3 if kind == "several" else 1)

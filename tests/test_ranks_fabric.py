@@ -19,7 +19,7 @@ from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
-from toys import WEIGHTED, OfFabric, OfTorch, One, approx
+from toys import WEIGHTED, FabricLoop, OneWeight, TorchLoop, approx
 
 from lightning_gradavg import GradAvgModelParallelStrategy as OfTrainerSharded
 from lightning_gradavg import GradAvgReducer, average_gradients, gather
@@ -30,12 +30,13 @@ KEEPS_GRAPH = pytest.mark.skipif(not RequirementCache("torch>=2.5"), reason="old
 OF_RANKS = ([1.0, 2.0, 3.0], [5.0, 7.0])
 """The samples of each rank, whose mean is 3.6."""
 SQUARES = sum(x * x for x in OF_RANKS[0] + OF_RANKS[1]) / 5
-either_loop = pytest.mark.parametrize("loop", [OfFabric, OfTorch])
+either_loop = pytest.mark.parametrize("loop", [FabricLoop, TorchLoop])
 
 
-def begin(loop: Callable[..., Any] = OfTorch, **options: Any) -> tuple[Any, One, Any, Tensor]:
+def begin(loop: Callable[..., Any] = TorchLoop, **options: Any) -> tuple[Any, OneWeight, Any, Tensor]:
     """Return a loop, a module, what the loop makes of it, and the samples of this rank."""
-    a_loop, module = loop(**{**WEIGHTED, **options}), One()
+    a_loop = loop(**{**WEIGHTED, **options})
+    module = OneWeight()
     return a_loop, module, a_loop.set_up(module), torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
 
 
@@ -43,8 +44,8 @@ def begin(loop: Callable[..., Any] = OfTorch, **options: Any) -> tuple[Any, One,
 def test_no_option_is_stock():
     """Without options the strategy is Fabric's DDP: the same bits, and no communication hook."""
     found = []
-    for a_loop in (OfFabric(strategy="ddp"), OfFabric()):
-        model = a_loop.set_up(module := One())
+    for a_loop in (FabricLoop(strategy="ddp"), FabricLoop()):
+        model = a_loop.set_up(module := OneWeight())
         for factor, last in ((1.0, True), (3.0, False), (0.1, True)):
             with a_loop.no_sync(model, enabled=not last):
                 a_loop.backward(model(factor * torch.tensor(OF_RANKS[dist.get_rank()])).mean())
@@ -83,7 +84,7 @@ def test_a_backward_that_is_not_reduced(loop, once, left):
 @on_ranks()
 def test_before_and_beside_a_model():
     """Saving needs no model, a forward may run in a context of its own, and a plain backward is told what to do."""
-    OfFabric(**WEIGHTED).fabric.save(f"{mkdtemp()}/state.ckpt", {"step": 0})
+    FabricLoop(**WEIGHTED).fabric.save(f"{mkdtemp()}/state.ckpt", {"step": 0})
     loop, module, model, x = begin()
     loop.backward(copy_context().run(lambda: model(x).mean()), weight=len(x))
     assert approx(3.6) == module.gradient
@@ -97,11 +98,12 @@ def test_before_and_beside_a_model():
 def test_reducers_that_take_turns():
     """A loss belongs to its own reducer, and neither a loss nor a forward that is only looked at changes a gather."""
     (one, _, of_one, x), (two, module, of_two, _) = begin(), begin()
-    first, second = of_one(x).mean(), of_two(x).mean()
+    first = of_one(x).mean()
+    second = of_two(x).mean()
     one.backward(first, weight=len(x))
     two.backward(second, weight=len(x))
     of_one(x)  # has no loss
-    alone = One()
+    alone = OneWeight()
     ((gather(alone(x)) ** 2).mean() * len(x) / 5).backward()
     average_gradients(alone, reduction="sum")
     assert (approx(3.6), approx(2 * SQUARES)) == (module.gradient, alone.gradient)
@@ -129,7 +131,7 @@ def test_a_loss_may_reach_two_models(loop):
     What a parameter holds before the window is added to it once, even if a third model has that parameter, too.
     """
     a_loop, first, one, x = begin(loop)
-    two = a_loop.set_up(second := One())
+    two = a_loop.set_up(second := OneWeight())
     a_loop.set_up(nn.Sequential(first))
     first.w.grad = torch.full((), 100.0, dtype=torch.float64)
     a_loop.backward(two(one(x)).mean(), weight=len(x))
@@ -143,7 +145,7 @@ def test_a_loss_may_reach_two_models(loop):
 @on_ranks()
 def test_both_forwards_and_then_both_backwards(loop):
     """As of an actor and a critic. Of samples 1 and 2 with weights 1 and 2, the mean is 5 / 3."""
-    (a_loop, first, one, _), second = begin(loop), One()
+    (a_loop, first, one, _), second = begin(loop), OneWeight()
     two = a_loop.set_up(second)
     count = 1 + dist.get_rank()
     losses = [model(factor * torch.tensor(float(count))) for model, factor in ((one, 1), (two, 10))]
@@ -158,7 +160,7 @@ def test_both_forwards_and_then_both_backwards(loop):
 def test_a_second_backward_after_the_forward_of_another_model(loop):
     """DDP reduces the first alone, and the forward of another model changes nothing in that."""
     a_loop, module, model, x = begin(loop)
-    other = a_loop.set_up(One())
+    other = a_loop.set_up(OneWeight())
     outputs = model(x)
     a_loop.backward(outputs.mean(), weight=len(x), retain_graph=True)
     other(x)
@@ -175,16 +177,17 @@ def test_a_model_that_is_registered_within_a_window(loop):
     with a_loop.no_sync(model, enabled=True):
         a_loop.backward(model(x).mean(), weight=len(x))
     with pytest.raises(RuntimeError, match="register is called within a window, which would be lost"):
-        a_loop.set_up(One())
+        a_loop.set_up(OneWeight())
     a_loop.backward(model(3 * x).mean(), weight=len(x))
     assert approx((3.6 + 3 * 3.6) / 2) == module.gradient
-    a_loop.set_up(One())
+    a_loop.set_up(OneWeight())
 
 
 @on_ranks()
 def test_parameters_that_ddp_does_not_know():
     """Those unfrozen between DDP and `register`, which would keep the gradients of each rank."""
-    net, loop = nn.Sequential(One(), One()), OfTorch(**WEIGHTED)
+    net = nn.Sequential(OneWeight(), OneWeight())
+    loop = TorchLoop(**WEIGHTED)
     net[1].requires_grad_(False)
     model = DistributedDataParallel(net)
     net[1].requires_grad_(True)
@@ -214,7 +217,9 @@ def test_a_sum_of_two_weighed_losses():
 @on_ranks()
 def test_a_reduction_that_raises_once():
     """The window is given up, with what DDP left in the model, and the next one counts nothing of it."""
-    module, loop, failures = One(), OfTorch(**WEIGHTED), ["lost connection"]
+    module = OneWeight()
+    loop = TorchLoop(**WEIGHTED)
+    failures = ["lost connection"]
 
     def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         def mean(future: torch.futures.Future[list[Tensor]]) -> Tensor:
@@ -225,7 +230,8 @@ def test_a_reduction_that_raises_once():
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(mean)
 
     hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
-    model, x = DistributedDataParallel(module), torch.tensor(OF_RANKS[dist.get_rank()])
+    model = DistributedDataParallel(module)
+    x = torch.tensor(OF_RANKS[dist.get_rank()])
     model.register_comm_hook(None, hook)
     loop.reducer.register(model)
     module.w.grad = torch.tensor(100.0, dtype=torch.float64)
@@ -240,9 +246,12 @@ def epochs() -> list[float | None]:
     """Body: train two shuffled epochs on split batches; return the gradients, and the weight at the end."""
     data: Any = torch.arange(1, 10, dtype=torch.float64)
     torch.manual_seed(3 + dist.get_rank())  # the order is that of rank 0
-    module, loop = One(), OfFabric(split_batches=True)
-    model, loader = loop.set_up(module), loop.fabric.setup_dataloaders(DataLoader(data, 4, shuffle=True))
-    optimizer, found = torch.optim.SGD(module.parameters(), lr=0.01), []
+    module = OneWeight()
+    loop = FabricLoop(split_batches=True)
+    model = loop.set_up(module)
+    loader = loop.fabric.setup_dataloaders(DataLoader(data, 4, shuffle=True))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    found = []
     for samples in chain(loader, loader):
         loop.backward((model(samples) ** 2).mean())
         found.append(module.gradient)
@@ -263,7 +272,7 @@ def test_split_batches(world):
 @on_ranks()
 def test_a_weight_without_use(reduction, expected):
     """A rule that uses no weights ignores them, with a warning."""
-    loop, module, model, x = begin(OfFabric, reduction=reduction)
+    loop, module, model, x = begin(FabricLoop, reduction=reduction)
     with pytest.warns(UserWarning, match='a "weight" was given, but reduction=.* does not use weights: it is ignored'):
         loop.backward(model(x).mean() + model(x).sum(), weight=3)
     assert approx(expected) == module.gradient
@@ -272,7 +281,8 @@ def test_a_weight_without_use(reduction, expected):
 @on_ranks()
 def test_loaders_that_differ():
     """Which samples count is unclear where two loaders of other batch sizes are read at once."""
-    loop, data = OfFabric(split_batches=True), TensorDataset(torch.arange(8))
+    loop = FabricLoop(split_batches=True)
+    data = TensorDataset(torch.arange(8))
     loaders: Any = loop.fabric.setup_dataloaders(DataLoader(data, 4), DataLoader(data, 2))
     with pytest.raises(ValueError, match=r"split_batches=True cannot tell which count\. Read one"):
         [loop.strategy.samples for _ in zip(*loaders, strict=False)]
@@ -301,7 +311,8 @@ def test_losses_and_weights_by_name(loop, reduction, names, weighs):
 @on_ranks()
 def test_a_loader_that_is_dropped_is_freed():
     """A new loader per epoch holds no data of the epochs before, and `samples` is that of the loader that is read."""
-    loop, data = OfFabric(split_batches=True), TensorDataset(torch.arange(6))
+    loop = FabricLoop(split_batches=True)
+    data = TensorDataset(torch.arange(6))
     freed = []
     for size in (4, 2, 6):
         loader = loop.fabric.setup_dataloaders(DataLoader(data, size))
@@ -343,20 +354,21 @@ def test_refused_options(make, options, error, text):
 @on_ranks()
 def test_ranks_that_reduce_differently(loop, rules):
     with pytest.raises(ValueError, match="reduction='{}', .* on rank 0; reduction='{}', ".format(*rules)):
-        loop(reduction=rules[dist.get_rank()]).set_up(One())
+        loop(reduction=rules[dist.get_rank()]).set_up(OneWeight())
 
 
 @on_ranks()
 def test_models_that_cannot_be_served():
     """A module without DDP, a static graph, another group, and a loss of no model are refused with what to do."""
-    reducer, group = GradAvgReducer(**WEIGHTED), dist.new_group([0, 1])
+    reducer = GradAvgReducer(**WEIGHTED)
+    group = dist.new_group([0, 1])
     with pytest.raises(RuntimeError, match="call register first"):
         reducer.weigh(torch.ones((), requires_grad=True), weight=1)
-    with pytest.raises(TypeError, match=r"got One\. Wrap the model first"):
-        reducer.register(One())
+    with pytest.raises(TypeError, match=r"got OneWeight\. Wrap the model first"):
+        reducer.register(OneWeight())
     with pytest.raises(ValueError, match="static_graph=True"):
-        reducer.register(DistributedDataParallel(One(), static_graph=True))
-    first = DistributedDataParallel(One())
+        reducer.register(DistributedDataParallel(OneWeight(), static_graph=True))
+    first = DistributedDataParallel(OneWeight())
     reducer.register(first)
     with pytest.raises(ValueError, match="reduced over one process group: use a reducer for each"):
-        reducer.register(DistributedDataParallel(One(), process_group=group))
+        reducer.register(DistributedDataParallel(OneWeight(), process_group=group))

@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from faults import FAULTS, run_ranks
+from faults import FAULTS
+from faulty_runs import run_ranks
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from ranks import RankEnvironment, grid, make_trainer, on_ranks
 from torch import Tensor
-from toys import Toy, loader
+from toys import Toy, make_loader
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg._support.collectives import World
@@ -49,7 +50,7 @@ class Drifts(Toy):
 def train_drifting(what: str, batch: int, every: int | None = 1, **strategy: Any) -> int:
     options: dict[str, Any] = {"max_epochs": 2, "use_distributed_sampler": False}
     trainer = make_trainer(GradAvgStrategy(check_replicas_every_n_steps=every, **strategy), **options)
-    trainer.fit(Drifts(what, batch), loader([[1.0, 2.0]] * 4))
+    trainer.fit(Drifts(what, batch), make_loader([[1.0, 2.0]] * 4))
     return trainer.global_step
 
 
@@ -116,7 +117,7 @@ class Suspicious(Toy):
 
 def train_suspiciously(how: str) -> None:
     trainer = make_trainer(GradAvgStrategy(check_replicas_every_n_steps=1), max_epochs=1, use_distributed_sampler=False)
-    trainer.fit(Suspicious(how), loader([[1.0 + dist.get_rank()]] * 2))
+    trainer.fit(Suspicious(how), make_loader([[1.0 + dist.get_rank()]] * 2))
 
 
 CAUSES = {
@@ -181,7 +182,7 @@ def train_signalled(steps: Any, strategy: dict[str, Any], options: dict[str, Any
     trainer = make_trainer(GradAvgStrategy(**strategy), **{**ONE_EPOCH, **options})
     terminated = False
     try:
-        trainer.fit(Signalled(signal.SIGTERM, steps), loader([[1.0 + dist.get_rank()]] * BATCHES))
+        trainer.fit(Signalled(signal.SIGTERM, steps), make_loader([[1.0 + dist.get_rank()]] * BATCHES))
     except SIGTERMException:
         terminated = True
     left = [*vars(trainer.fit_loop.epoch_loop), *vars(trainer._signal_connector)]
@@ -222,7 +223,7 @@ def train_requeued(folder: str, seen: str) -> Any:
     os.environ.update(SLURM_JOB_ID="7", PATH=folder)
     trainer = make_trainer(GradAvgStrategy(), **ONE_EPOCH, default_root_dir=seen)
     trainer._accelerator_connector.cluster_environment = Slurm()
-    trainer.fit(Signalled(signal.SIGUSR1, (1, 3)), loader([[1.0 + dist.get_rank()]] * BATCHES))
+    trainer.fit(Signalled(signal.SIGUSR1, (1, 3)), make_loader([[1.0 + dist.get_rank()]] * BATCHES))
     steps = [torch.load(path, weights_only=True)["global_step"] for path in sorted(Path(seen).glob("hpc_ckpt_*"))]
     return trainer.global_step, steps, [name for name in vars(trainer._signal_connector) if "_fn" in name]
 
@@ -240,20 +241,34 @@ def test_ranks_answer_slurm_together(world, tmp_path):
 LOGGED = re.compile(r"^GradAvgStrategy: (?:rank \d ended|nothing was heard)", re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] * row.full) for name, row in FAULTS.items()]
-)
+def make_parameters_of_faults() -> list[Any]:
+    """Return a parameter of pytest for every row of FAULTS."""
+    parameters = []
+    for name, fault in FAULTS.items():
+        marks = [pytest.mark.full] if fault.is_full else []
+        parameters.append(pytest.param(name, marks=marks))
+    return parameters
+
+
+@pytest.mark.parametrize("name", make_parameters_of_faults())
 def test_every_rank_ends_and_names_what_happened(name, tmp_path):
     """So does the line that one rank logs before any traceback."""
     fault = FAULTS[name]
-    stuck = fault.codes.index(None) if None in fault.codes else None
-    ended = run_ranks(fault.body, timeout=fault.timeout, stuck=stuck, folder=str(tmp_path), **fault.args)
-    assert fault.codes == tuple(one.exit_code for one in ended), ended
-    for part, one in zip(fault.said, ended, strict=True):
-        assert part in one.said if part else not one.said, ended
-    before = [LOGGED.split(one.printed)[0] for one in ended if LOGGED.search(one.printed)]
-    assert fault.logged == len(before), ended
-    assert not any("Traceback" in text or "gloo/transport" in text for text in before), ended
+    # The rank that is stopped, and never ends.
+    stuck = fault.exit_codes.index(None) if None in fault.exit_codes else None
+    ends = run_ranks(fault.body, timeout=fault.timeout, stuck=stuck, folder=str(tmp_path), **fault.options)
+    assert fault.exit_codes == tuple(end.exit_code for end in ends), ends
+    for error, end in zip(fault.errors, ends, strict=True):
+        if error:
+            assert error in end.said, ends
+        else:
+            assert not end.said, ends
+    # What each rank that logged the line had printed before it.
+    printed_before = [LOGGED.split(end.printed)[0] for end in ends if LOGGED.search(end.printed)]
+    assert fault.is_logged == len(printed_before), ends
+    for text in printed_before:
+        assert "Traceback" not in text, ends
+        assert "gloo/transport" not in text, ends
 
 
 @on_ranks(3)
@@ -267,7 +282,7 @@ def test_uneven_nodes_of_torchrun():
     quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
     strategy = GradAvgStrategy()
     trainer = Trainer(strategy=strategy, devices=devices, num_nodes=nodes, accelerator="cpu", max_epochs=1, **quiet)
-    trainer.fit(Toy(), loader([[1.0]]))
+    trainer.fit(Toy(), make_loader([[1.0]]))
     assert [rank, 3, node_of[rank]] == [trainer.global_rank, trainer.world_size, trainer.node_rank]
     assert node_of == [place.node for place in strategy._reduction.run.places]
 
@@ -317,7 +332,7 @@ BATCH = torch.tensor([7.0], dtype=torch.float64)
 CALLS: dict[str, Callable[[Any, str], Any]] = {
     "batch_to_device": lambda strategy, _: strategy.batch_to_device(BATCH),
     "batch_to_device(None)": lambda strategy, _: strategy.batch_to_device(None),
-    "process_dataloader": lambda strategy, _: strategy.process_dataloader(loader([[7.0]] * 3)),
+    "process_dataloader": lambda strategy, _: strategy.process_dataloader(make_loader([[7.0]] * 3)),
     "training_step": lambda strategy, _: strategy.training_step(BATCH, 0),
     "validation_step": lambda strategy, _: strategy.validation_step(BATCH, 0),
     "optimizer_state": lambda strategy, _: strategy.optimizer_state(strategy.optimizers[0]),

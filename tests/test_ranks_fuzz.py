@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import (
+from case_parts import (
     BOTH,
     CLEARS,
     FIRST,
@@ -22,113 +22,197 @@ from cases import (
     OF_SHARDED,
     SECOND,
     WAYS,
-    Case,
     Fails,
     Steep,
     Trains,
     halved,
     root,
 )
-from test_ranks_cases import WAY_OF, Grads, by_hand
+from cases import Case
+from test_ranks_cases import WAY_OF, Grads, expected_gradients
 
 from lightning_gradavg.batches.chunks import even_bounds
 from lightning_gradavg.reduction.reference import combine
 from lightning_gradavg.rules import RULES, resolve_rule, rule_of_split_batches
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-STEPS, IN_ONE_CALL = 4, 10
+STEPS = 4
+# Rows that are drawn and trained in one call of the ranks.
+IN_ONE_CALL = 10
 NODES = ([[0, 0], [0, 1]], [[1, 0, 0], [0, 0, 0]], [[0, 0], [0, 1]], [[0]])
 """The nodes of the ranks; of the seeds of one call, as many ranks."""
 COUNTS_RANKS = ("mean_of_node_sums", "mean_of_node_means", "sum_of_node_means", "root")
+"""Rules that depend on how many ranks there are, or are on a node."""
 MAGNITUDES = [0.0, 0.0, 1.0, 3.0, 0.125, 4096.0, 1e-3]
-OPTIONS: dict[str, tuple[float, list[Any]]] = {
-    "gradient_as_bucket_view": (0.3, [True]),
-    "find_unused_parameters": (0.2, [True]),
-    "bucket_cap_mb": (0.3, [1e-5]),
+"""Weights."""
+
+
+class Chance(NamedTuple):
+    """An option that may be set."""
+
+    # The probability that it is set.
+    share: float
+    # To what it is set.
+    values: list[Any]
+
+
+OPTIONS = {
+    "gradient_as_bucket_view": Chance(0.3, [True]),
+    "find_unused_parameters": Chance(0.2, [True]),
+    "bucket_cap_mb": Chance(0.3, [1e-5]),
 }
-"""With which chance they are set, and to what."""
-OF_TRAINER: dict[str, tuple[float, list[Any]]] = {
-    "static_graph": (0.1, [True]),
-    "nonfinite": (0.5, ["raise", "skip_step"]),
-    "check_replicas_every_n_steps": (0.2, [None, 1]),
+"""Options of DDP."""
+OPTIONS_OF_TRAINER = {
+    "static_graph": Chance(0.1, [True]),
+    "nonfinite": Chance(0.5, ["raise", "skip_step"]),
+    "check_replicas_every_n_steps": Chance(0.2, [None, 1]),
 }
+"""Options that the strategies of the Trainer have, too."""
+
+
+def comes_true(draw: random.Random, share: float) -> bool:
+    """Draw whether something of this probability happens."""
+    return draw.random() < share
 
 
 class Drawn:
     """A row and a way to run it, all of which follows from a seed.
 
-    These are options, samples, weights, windows, what trains in each of them, and a fault.
+    These are options, samples, weights, windows, what trains in each of them, and a fault. What is drawn first decides
+    what is drawn at all, so a new draw belongs after the others: it leaves the rows of most seeds as they are.
     """
 
     def __init__(self, seed: int) -> None:
+        self.seed = seed
         draw = random.Random(seed)
-        chance = lambda share: draw.random() < share  # noqa: E731  # as short as what it says
-        self.seed, self.way = seed, draw.choice([*WAYS, *["automatic"] * 3, *["split"] * 3])
-        rules = {"split": [*RULES], "sharded": OF_SHARDED}.get(self.way, [*RULES, root, halved])
-        self.reduction: Any = draw.choice(rules)
-        self.rule, of_ddp = resolve_rule(self.reduction), self.way in OF_DDP
-        in_trainer = self.way in ("automatic", "split", "manual")
-        of_way = (OPTIONS | OF_TRAINER if in_trainer else OPTIONS if of_ddp else {}).items()
-        self.options = {name: draw.choice(values) for name, (share, values) in of_way if chance(share)}
-        reduced: list[Any] = [torch.mean, torch.sum]
-        self.loss, self.nodes = draw.choice(reduced), draw.choice(NODES[seed // IN_ONE_CALL % len(NODES)])
-        self.size, self.stream = len(self.nodes), chance(0.3)
-        length = 1 if self.way == "average" else draw.choice([1, 1, 2, 3])
-        self.lengths = draw.choices([1, 2, 4], k=STEPS) if self.way in LOOPS and chance(0.5) else [length] * STEPS
+        self._draw_way_and_rule(draw)
+        self._draw_options(draw)
+        self._draw_ranks_and_windows(draw)
         self._draw_changes(draw)
-        self.fault = draw.choice([None, None, "nan", "none", "steep"])
-        self.weight = draw.choice([None, None, "samples", "drawn", "drawn", "zero but on rank 0"])
+        # The micro-batches of each step, by their numbers in the run.
         ends = [*accumulate(self.lengths)]
         self.steps = [range(end - length, end) for end, length in zip(ends, self.lengths, strict=True)]
-        self.fault_at = (draw.randrange(self.size), draw.randrange(ends[-1]))
+        micro_batches = ends[-1]
+        self._draw_fault_and_weight(draw, micro_batches)
+        self._draw_counts(draw, ends)
+        self._draw_what_is_kept(draw)
+        self._draw_interruptions(draw)
+        self._draw_samples(draw, micro_batches)
+        self._draw_trained_parameters(draw)
+        self._draw_tail(draw)
+
+    @property
+    def in_trainer(self) -> bool:
+        """Whether a Trainer runs the row under DDP."""
+        return self.way in ("automatic", "split", "manual")
+
+    @property
+    def of_ddp(self) -> bool:
+        return self.way in OF_DDP
+
+    @property
+    def nonfinite(self) -> str:
+        return str(self.options.get("nonfinite", "propagate"))
+
+    @property
+    def uneven(self) -> bool:
+        """Whether ranks have different numbers of micro-batches."""
+        return len({*self.counts}) > 1
+
+    def _draw_way_and_rule(self, draw: random.Random) -> None:
+        self.way = draw.choice([*WAYS, *["automatic"] * 3, *["split"] * 3])
+        rules: Sequence[Any] = [*RULES, root, halved]
         if self.way == "split":
-            self.options["split_batches"], self.fault, self.weight = True, None, None
-            if self.rule.name not in COUNTS_RANKS and chance(0.6):
-                # How a batch is cut further matters to a mean loss that is summed, and to a sum that is averaged.
-                self.loss = torch.mean if self.rule.name in ("mean", "weighted_mean") else torch.sum
-                self.options[draw.choice(["num_replicas", *["max_device_batch_size"] * 2])] = draw.choice([1, 2, 3])
-        elif self.fault is not None or self.way != "automatic" or self.changes:
-            self.weight = self.weight or "samples"
-        self.nonfinite = self.options.get("nonfinite", "propagate")
-        self.wrong_weight = self.weight is not None and self.rule.uses_weight and chance(0.05)
+            rules = [*RULES]
+        elif self.way == "sharded":
+            rules = OF_SHARDED
+        self.reduction: Any = draw.choice(rules)
+        self.rule = resolve_rule(self.reduction)
+
+    def _draw_options(self, draw: random.Random) -> None:
+        chances: dict[str, Chance] = {}
+        if self.in_trainer:
+            chances = OPTIONS | OPTIONS_OF_TRAINER
+        elif self.of_ddp:
+            chances = OPTIONS
+        self.options: dict[str, Any] = {}
+        for name, (share, values) in chances.items():
+            if comes_true(draw, share):
+                self.options[name] = draw.choice(values)
+
+    def _draw_ranks_and_windows(self, draw: random.Random) -> None:
+        """Draw the loss of several samples, the nodes of the ranks, the kind of loader, and the lengths of windows."""
+        losses: list[Any] = [torch.mean, torch.sum]
+        self.loss = draw.choice(losses)
+        self.nodes = draw.choice(NODES[self.seed // IN_ONE_CALL % len(NODES)])
+        self.size = len(self.nodes)
+        self.stream = comes_true(draw, 0.3)
+        length = 1
+        if self.way != "average":
+            length = draw.choice([1, 1, 2, 3])
+        self.lengths = [length] * STEPS
+        if self.way in LOOPS and comes_true(draw, 0.5):
+            self.lengths = draw.choices([1, 2, 4], k=STEPS)
+
+    def _draw_changes(self, draw: random.Random) -> None:
+        """Draw whether two optimizers have a window each, which are open at once, or parameters freeze and unfreeze."""
+        self.takes_turns = self.way in LOOPS and comes_true(draw, 0.25)
+        if self.takes_turns:
+            self.lengths = draw.choices([2, 3, 4], k=STEPS)
+        self.freezes = self.of_ddp and not self.takes_turns and comes_true(draw, 0.25)
+        self.changes = self.takes_turns or self.freezes
+        if self.changes:
+            self.options["find_unused_parameters"] = True
+            self.options.pop("static_graph", None)
+
+    def _draw_fault_and_weight(self, draw: random.Random, micro_batches: int) -> None:
+        """Draw a fault of one micro-batch, and what the weights are; both must be possible in the way."""
+        self.fault = draw.choice([None, None, "nan", "none", "steep"])
+        self.weight = draw.choice([None, None, "samples", "drawn", "drawn", "zero but on rank 0"])
+        # The rank and the micro-batch of the fault.
+        self.fault_at = (draw.randrange(self.size), draw.randrange(micro_batches))
+        if self.way == "split":
+            self._draw_split(draw)
+        elif (self.fault is not None or self.way != "automatic" or self.changes) and self.weight is None:
+            self.weight = "samples"
+        self.wrong_weight = self.weight is not None and self.rule.uses_weight and comes_true(draw, 0.05)
         # Without a loss one rank raises alone, or all leave the step out: docs/faults.md
-        agreed = self.way == "automatic" and self.nonfinite != "propagate" and self.size > 1
-        if self.fault == "none" and not (agreed and (self.fault_at[1] > 0 or "static_graph" not in self.options)):
+        is_judged = self.way == "automatic" and self.nonfinite != "propagate" and self.size > 1
+        may_have_no_loss = is_judged and (self.fault_at[1] > 0 or "static_graph" not in self.options)
+        if self.fault == "none" and not may_have_no_loss:
             self.fault = "nan"
         if self.fault == "steep" and (self.way != "automatic" or self.changes):
             self.fault = "nan"
-        self.counts = ends[-1:] * self.size
-        # A rank without batches does not hear which parameters train.
-        if self.way in ("automatic", "manual") and self.size > 1 and not self.changes and chance(0.3):
-            fewer = range(ends[-1]) if self.way == "automatic" else [0, *ends[:-1]]
-            self.counts[draw.randrange(self.size)] = draw.choice(fewer)
-        self.uneven = len({*self.counts}) > 1
-        left_out = self.nonfinite == "skip_step" and self.way == "automatic"
-        self.keeps = of_ddp and (left_out or (self.fault is None and self.nonfinite == "propagate")) and chance(0.4)
-        self._draw_interruptions(draw)
-        self._draw_samples(draw, ends[-1])
-        # A parameter may be frozen when the run begins, where it is told in the end what trains.
-        frozen_first = self.freezes and self.way in ("automatic", "manual") and chance(0.3)
-        self.begins = FIRST if frozen_first else BOTH
-        self.trains = [names for step in self.steps for names in self._drawn_parameters(draw, len(step))]
-        self._draw_tail(draw)
 
-    def _draw_tail(self, draw: random.Random) -> None:
-        """Draw a last batch that leaves ranks without samples, and whether steps run a collective of the user's own."""
-        whole = self.way == "split" and not {"num_replicas", "max_device_batch_size"} & self.options.keys()
-        self.has_tail = whole and self.size > 1 and draw.random() < 0.5
-        self.collects = whole and draw.random() < 0.5
-        if self.has_tail:
-            few = draw.randrange(1, self.size)
-            bounds = even_bounds(few, self.size)
-            self.samples[-1] = [
-                samples[: stop - start] for samples, (start, stop) in zip(self.samples[-1], bounds, strict=True)
-            ]
+    def _draw_split(self, draw: random.Random) -> None:
+        """Draw how a batch that ranks share is cut further."""
+        self.options["split_batches"] = True
+        self.fault = None
+        self.weight = None
+        if self.rule.name not in COUNTS_RANKS and comes_true(draw, 0.6):
+            # How a batch is cut further matters to a mean loss that is summed, and to a sum that is averaged.
+            self.loss = torch.sum
+            if self.rule.name in ("mean", "weighted_mean"):
+                self.loss = torch.mean
+            number = draw.choice([1, 2, 3])
+            name = draw.choice(["num_replicas", "max_device_batch_size", "max_device_batch_size"])
+            self.options[name] = number
 
-    @property
-    def must_raise(self) -> bool:
-        """Whether a rank without samples runs a collective, which would count those of another rank."""
-        return self.has_tail and self.collects
+    def _draw_counts(self, draw: random.Random, ends: list[int]) -> None:
+        """Draw how many micro-batches each rank has. A rank without batches does not hear which parameters train."""
+        self.counts = [ends[-1]] * self.size
+        if self.way in ("automatic", "manual") and self.size > 1 and not self.changes and comes_true(draw, 0.3):
+            fewer: Sequence[int] = range(ends[-1])
+            if self.way == "manual":
+                fewer = [0, *ends[:-1]]
+            count = draw.choice(fewer)
+            self.counts[draw.randrange(self.size)] = count
+
+    def _draw_what_is_kept(self, draw: random.Random) -> None:
+        """Draw whether gradients are kept: nothing is added to NaN, so faults must be left out."""
+        leaves_out = self.nonfinite == "skip_step" and self.way == "automatic"
+        has_no_fault = self.fault is None and self.nonfinite == "propagate"
+        self.keeps = self.of_ddp and (leaves_out or has_no_fault) and comes_true(draw, 0.4)
 
     def _draw_interruptions(self, draw: random.Random) -> None:
         """Draw, before each step of a loop, what begins its window and is given up, and a window whose backward raises.
@@ -136,43 +220,60 @@ class Drawn:
         DDP fails if a parameter that was used in `no_sync` has in the end neither gradient nor use, so what is given up
         is of the parameters that train next.
         """
-        chance = lambda share: self.way in LOOPS and draw.random() < share  # noqa: E731  # likewise
+        is_loop = self.way in LOOPS
         begun = [(100.0, 7)] * draw.randint(1, 2)
-        self.given_up: list[list[Any]] = [
-            [*begun, draw.choice(CLEARS)] if chance(0.3) and not self.takes_turns else [] for _ in range(STEPS)
-        ]
+        # What comes before each step's window, and is given up.
+        self.given_up: list[list[Any]] = []
+        for _ in range(STEPS):
+            given_up: list[Any] = []
+            if is_loop and comes_true(draw, 0.3) and not self.takes_turns:
+                given_up = [*begun, draw.choice(CLEARS)]
+            self.given_up.append(given_up)
         may_raise = not self.uneven and not self.changes and self.rule.name != "mean"
-        self.raises = [may_raise and chance(0.2) for _ in range(STEPS)]
-        self.raising = [(7.0, 1), Fails(1000.0, draw.choice([50, -1])), (7.0, 1)][draw.randrange(2) :]
+        # Whether a window that raises comes before each step's window.
+        self.raises = [may_raise and is_loop and comes_true(draw, 0.2) for _ in range(STEPS)]
+        window = [(7.0, 1), Fails(1000.0, draw.choice([50, -1])), (7.0, 1)]
+        self.raising = window[draw.randrange(2) :]
 
-    def _draw_samples(self, draw: random.Random, count: int) -> None:
+    def _draw_samples(self, draw: random.Random, micro_batches: int) -> None:
         """Draw the samples and the weights of all micro-batches; steady ones have the same totals in each step."""
-        even = draw.random() < 0.5
+        even = comes_true(draw, 0.5)
         self.totals = draw.choice(["drawn", "drawn", "steady", "steady until the last step"])
-        steady = {"drawn": 0, "steady": count}.get(self.totals, self.steps[-1][0])
-        of_sizes = [[3 if even else draw.randint(1, 5) for _ in self.nodes] for _ in range(count)]
-        of_sizes[:steady] = of_sizes[:1] * steady
+        # The number of micro-batches that are like the first one.
+        steady = 0
+        if self.totals == "steady":
+            steady = micro_batches
+        elif self.totals == "steady until the last step":
+            steady = self.steps[-1][0]
+        sizes_of_micro_batches = []
+        for _ in range(micro_batches):
+            sizes_of_micro_batches.append([3 if even else draw.randint(1, 5) for _ in self.nodes])
+        sizes_of_micro_batches[:steady] = sizes_of_micro_batches[:1] * steady
         if self.way == "split":
-            of_sizes = [[stop - start for start, stop in even_bounds(sum(sizes), self.size)] for sizes in of_sizes]
+            sizes_of_micro_batches = [self._split(sum(sizes)) for sizes in sizes_of_micro_batches]
         generator = torch.Generator().manual_seed(self.seed)
-        self.samples = [
-            [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes] for sizes in of_sizes
-        ]
-        self.weights = [[draw.choice(MAGNITUDES) for _ in self.nodes] for _ in range(count)]
+        self.samples: list[list[torch.Tensor]] = []
+        for sizes in sizes_of_micro_batches:
+            self.samples.append([torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes])
+        self.weights = []
+        for _ in range(micro_batches):
+            self.weights.append([draw.choice(MAGNITUDES) for _ in self.nodes])
         self.weights[:steady] = self.weights[:1] * steady
 
-    def _draw_changes(self, draw: random.Random) -> None:
-        """Draw whether two optimizers have a window each, which are open at once, or parameters freeze and unfreeze."""
-        self.takes_turns = self.way in LOOPS and draw.random() < 0.25
-        if self.takes_turns:
-            self.lengths = draw.choices([2, 3, 4], k=STEPS)
-        self.freezes = self.way in OF_DDP and not self.takes_turns and draw.random() < 0.25
-        self.changes = self.takes_turns or self.freezes
-        if self.changes:
-            self.options["find_unused_parameters"] = True
-            self.options.pop("static_graph", None)
+    def _split(self, samples: int) -> list[int]:
+        """Return how many samples of a global batch each rank gets."""
+        return [stop - start for start, stop in even_bounds(samples, self.size)]
 
-    def _drawn_parameters(self, draw: random.Random, length: int) -> list[Sequence[str]]:
+    def _draw_trained_parameters(self, draw: random.Random) -> None:
+        """Draw which parameters train: at first, where the row says in the end what trains, and in each micro-batch."""
+        self.begins: Sequence[str] = BOTH
+        if self.freezes and self.way in ("automatic", "manual") and comes_true(draw, 0.3):
+            self.begins = FIRST
+        self.trains: list[Sequence[str]] = []
+        for step in self.steps:
+            self.trains += self._draw_parameters_of_step(draw, len(step))
+
+    def _draw_parameters_of_step(self, draw: random.Random, length: int) -> list[Sequence[str]]:
         """Return the parameters that train in each micro-batch of a step, the same on all ranks."""
         if self.takes_turns:
             names: list[Sequence[str]] = [FIRST, SECOND, *draw.choices([FIRST, SECOND], k=length - 2)]
@@ -185,58 +286,101 @@ class Drawn:
         some = draw.choice(choices)
         if self.way != "automatic":
             return [some] * length
-        if draw.random() < 0.2:
+        if comes_true(draw, 0.2):
             return draw.choices(choices, k=length)
         begin = draw.randrange(length + 1)
         return [*[some] * begin, *[BOTH] * (length - begin)]
 
+    def _draw_tail(self, draw: random.Random) -> None:
+        """Draw a last batch that leaves ranks without samples, and whether steps run a collective of the user's own."""
+        whole = self.way == "split" and not {"num_replicas", "max_device_batch_size"} & self.options.keys()
+        self.has_tail = whole and self.size > 1 and comes_true(draw, 0.5)
+        self.collects = whole and comes_true(draw, 0.5)
+        if self.has_tail:
+            sizes = self._split(draw.randrange(1, self.size))
+            self.samples[-1] = [samples[:size] for samples, size in zip(self.samples[-1], sizes, strict=True)]
+
+    @property
+    def must_raise(self) -> bool:
+        """Whether a rank without samples runs a collective, which would count those of another rank."""
+        return self.has_tail and self.collects
+
     @property
     def stops(self) -> bool:
         """Whether a parameter ceases to train within a window that has a gradient of it."""
-        of_steps = [[self.trains[index] for index in step] for step in self.steps]
-        return self.freezes and any(
-            not set(before) <= set(after) for step in of_steps for before, after in pairwise(step)
-        )
+        if not self.freezes:
+            return False
+        for step in self.steps:
+            trained = [self.trains[index] for index in step]
+            for before, after in pairwise(trained):
+                if not set(before) <= set(after):
+                    return True
+        return False
 
     @property
-    def may_raise(self) -> bool:
-        reasons = {
-            "a node's ranks have the same say": self.way == "split" and self.rule.name in COUNTS_RANKS[1:3],
-            "static_graph is judged, or has windows, or a first step without a loss": "static_graph" in self.options,
-            "a step by hand is judged": self.nonfinite != "propagate" and self.way == "manual",
-            "ranks are counted that are done": self.uneven and (self.rule.name in COUNTS_RANKS or self.way == "manual"),
-            "a fault is an error": self.fails and self.nonfinite == "raise",
-            "a weight that is none": self.wrong_weight,
-            "a user's rule depends on the length of a window": self.reduction is root and max(self.lengths) > 1,
-            "a parameter stops training within a window": self.stops
-            and not (self.rule.name == "mean" and self.nonfinite == "propagate"),
-            "a rank without samples runs a collective": self.must_raise,
-            "no batch at all": 0 in self.counts and (not self.stream or self.way == "manual"),
-        }
-        return any(reasons.values())
+    def may_raise(self) -> bool:  # noqa: PLR0911  # one for each reason
+        """Whether there is a reason for which all ranks may raise."""
+        # A node's ranks have the same say.
+        if self.way == "split" and self.rule.name in ("mean_of_node_means", "sum_of_node_means"):
+            return True
+        # A static graph is judged, or has windows, or a first step without a loss.
+        if "static_graph" in self.options:
+            return True
+        # A step by hand is judged.
+        if self.nonfinite != "propagate" and self.way == "manual":
+            return True
+        # Ranks are counted that are done.
+        if self.uneven and (self.rule.name in COUNTS_RANKS or self.way == "manual"):
+            return True
+        # A fault is an error.
+        if self.fails and self.nonfinite == "raise":
+            return True
+        # A weight that is none.
+        if self.wrong_weight:
+            return True
+        # A user's rule depends on the length of a window.
+        if self.reduction is root and max(self.lengths) > 1:
+            return True
+        # A parameter stops training within a window, where there is one: the plain mean has none.
+        if self.stops and not (self.rule.name == "mean" and self.nonfinite == "propagate"):
+            return True
+        # A rank without samples runs a collective.
+        if self.must_raise:
+            return True
+        # A rank has no batch at all.
+        return 0 in self.counts and (not self.stream or self.way == "manual")
 
     @property
     def fails(self) -> bool:
-        return self.fault is not None and self.fault_at[1] < self.counts[self.fault_at[0]]
+        """Whether the fault is in a micro-batch that its rank has."""
+        rank, index = self.fault_at
+        return self.fault is not None and index < self.counts[rank]
 
     def weight_of(self, rank: int, index: int) -> float:
+        """Return the weight of a micro-batch: by default the number of its samples."""
         samples = len(self.samples[index][rank])
         if self.wrong_weight and (rank, index) == (self.size - 1, 0):
             return NAN
-        others = {"drawn": self.weights[index][rank], "zero but on rank 0": float(samples) * (rank == 0)}
-        return others.get(str(self.weight), samples)
+        if self.weight == "drawn":
+            return self.weights[index][rank]
+        if self.weight == "zero but on rank 0":
+            return float(samples) if rank == 0 else 0.0
+        return samples
 
     def loss_of(self, rank: int, index: int) -> float:
         """Return the gradient without the fault: NaN where it does not count."""
         if self.weight == "drawn" and self.rule.uses_weight and self.weight_of(rank, index) == 0:
             return NAN
         samples = self.samples[index][rank]
-        return self.loss(samples).item() if len(samples) > 0 else 0.0
+        if len(samples) == 0:
+            return 0.0
+        return float(self.loss(samples))
 
     def micro_batch(self, rank: int, index: int) -> Any:
-        samples, weight = self.samples[index][rank], self.weight_of(rank, index)
+        """Return a micro-batch as a row of `cases.py` has it."""
         if self.weight is None:
-            return samples
+            return self.samples[index][rank]
+        weight = self.weight_of(rank, index)
         gradient: float | None = self.loss_of(rank, index)
         if (rank, index) == self.fault_at and self.fault is not None:
             if self.fault == "steep":
@@ -250,10 +394,11 @@ class Drawn:
         """Return whether a micro-batch is the last of its optimizer's window, if two are open."""
         if not self.takes_turns:
             return None
-        (later,) = (range(index + 1, step.stop) for step in self.steps if index in step)
-        return all(self.trains[other] != self.trains[index] for other in later)
+        (step,) = (step for step in self.steps if index in step)
+        return all(self.trains[later] != self.trains[index] for later in range(index + 1, step.stop))
 
     def is_left_out(self, indices: range) -> bool:
+        """Return whether a step is left out for the fault, which a weight of 0 keeps out unless there is no loss."""
         rank, index = self.fault_at
         if not self.fails or index not in indices or self.nonfinite != "skip_step":
             return False
@@ -261,97 +406,146 @@ class Drawn:
 
     def gradient(self, name: str, indices: range) -> float:
         """Return the gradient of a parameter in a step that is not left out, by one process."""
-        gradients, nodes, weights = list[float](), list[int](), list[float]()
-        window = [index for index in indices if not self.takes_turns or name in self.trains[index]]
-        for rank, index in ((r, i) for r in range(self.size) for i in window if i < self.counts[r]):
-            fails = self.fault is not None and (rank, index) == self.fault_at
-            gradient = NAN if fails else self.loss_of(rank, index)
-            gradients.append(gradient if name in self.trains[index] else 0.0)
-            nodes.append(self.nodes[rank])
-            weights.append(self.weight_of(rank, index))
+        gradients: list[float] = []
+        nodes: list[int] = []
+        weights: list[float] = []
+        for rank in range(self.size):
+            for index in indices:
+                is_of_other_window = self.takes_turns and name not in self.trains[index]
+                if is_of_other_window or index >= self.counts[rank]:
+                    continue
+                gradient = self.loss_of(rank, index)
+                if self.fault is not None and (rank, index) == self.fault_at:
+                    gradient = NAN
+                gradients.append(gradient if name in self.trains[index] else 0.0)
+                nodes.append(self.nodes[rank])
+                weights.append(self.weight_of(rank, index))
         rule = rule_of_split_batches(self.rule) if self.way == "split" else self.rule
-        dense = torch.tensor(gradients, dtype=torch.float64)[:, None]
-        return combine(dense, rule=rule, nodes=nodes, weights=weights).item()
+        column = torch.tensor(gradients, dtype=torch.float64)[:, None]
+        return combine(column, rule=rule, nodes=nodes, weights=weights).item()
 
     def expected(self) -> list[tuple[float, ...]]:
         """Return the gradients of the parameters after each window, as the optimizer sees them."""
         nothing = (0.0,) * len(BOTH)
-        found, kept = list[tuple[float, ...]](), nothing
-        of_steps = zip(self.steps, self.raises, self.given_up, strict=True)
-        for step, raises, given_up in (one for one in of_steps if one[0][0] < max(self.counts)):
-            found += [kept] * raises
+        expected: list[tuple[float, ...]] = []
+        kept = nothing
+        for step, raises, given_up in zip(self.steps, self.raises, self.given_up, strict=True):
+            if step[0] >= max(self.counts):
+                continue
+            # A window that raises leaves the gradients from before it.
+            if raises:
+                expected.append(kept)
             before = nothing if given_up else kept
             if self.is_left_out(step):
-                found.append(nothing)
+                expected.append(nothing)
                 continue
-            found.append(tuple(old + self.gradient(name, step) for old, name in zip(before, BOTH, strict=True)))
-            kept = found[-1] if self.keeps else nothing
-        return found
+            gradients = tuple(old + self.gradient(name, step) for old, name in zip(before, BOTH, strict=True))
+            expected.append(gradients)
+            kept = gradients if self.keeps else nothing
+        return expected
 
-    def windows(self, rank: int) -> Iterator[list[Any]]:
+    def windows(self, rank: int) -> list[list[Any]]:
+        """Return the windows of a rank as a row of `cases.py` has them."""
+        windows = []
         for step, raises, given_up in zip(self.steps, self.raises, self.given_up, strict=True):
-            if step[0] < self.counts[rank]:
-                yield from [self.raising] * raises
-                begun = given_up
-                if self.freezes:
-                    next_ones = self.trains[step[0]]
-                    begun = [one if one in CLEARS else Trains(100.0, 7, next_ones) for one in given_up]
-                yield [*begun, *(self.micro_batch(rank, index) for index in step if index < self.counts[rank])]
+            if step[0] >= self.counts[rank]:
+                continue
+            if raises:
+                windows.append(self.raising)
+            window: list[Any] = []
+            for item in given_up:
+                if self.freezes and item not in CLEARS:
+                    window.append(Trains(100.0, 7, self.trains[step[0]]))
+                else:
+                    window.append(item)
+            for index in step:
+                if index < self.counts[rank]:
+                    window.append(self.micro_batch(rank, index))
+            windows.append(window)
+        return windows
 
     @property
     def case(self) -> Case:
+        """Return the row, without the expected gradients."""
         return Case(
-            *(repr(self), self.reduction, [list(self.windows(rank)) for rank in range(self.size)], []),
+            repr(self),
+            self.reduction,
+            [self.windows(rank) for rank in range(self.size)],
             nodes=self.nodes,
             options=self.options,
-            keeps=self.keeps,
-            begins=self.begins,
+            keeps_gradients=self.keeps,
+            trains=self.begins,
             loss=self.loss,
-            collects=self.collects,
-            reads="stream" if self.stream else "list",
+            runs_collective=self.collects,
+            loader="stream" if self.stream else "list",
         )
 
     def __repr__(self) -> str:
-        return f"Drawn({ {name: value for name, value in vars(self).items() if name not in ('samples', 'weights')} })"
+        shown = {name: value for name, value in vars(self).items() if name not in ("samples", "weights")}
+        return f"Drawn({shown})"
 
 
-def outcomes(seeds: range) -> list[Grads | str]:
+def train_all(seeds: range) -> list[Grads | str]:
     """Body: train what some seeds give, one after another; return the gradients of each, or its error."""
-    return [outcome(Drawn(seed)) for seed in seeds]
+    return [train(Drawn(seed)) for seed in seeds]
 
 
-def outcome(drawn: Drawn) -> Grads | str:
+def train(drawn: Drawn) -> Grads | str:
+    """Body: return the gradients, or the error."""
+    result: Grads | str
     try:
-        found: Any = WAY_OF[drawn.way](drawn.case)
+        result = WAY_OF[drawn.way](drawn.case)
     except Exception as raised:  # noqa: BLE001  # whatever it is, the test looks at it
-        found = f"{type(raised).__name__}: {raised}"
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (drawn.seed, isinstance(found, str)))
-    assert len(set(ranks)) == 1, f"the ranks part: {ranks}, here {found}; {drawn}"
-    return found
+        result = f"{type(raised).__name__}: {raised}"
+    # A rank that raises alone would leave the ranks out of step for the next seeds.
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (drawn.seed, isinstance(result, str)))
+    assert len(set(outcomes)) == 1, f"the ranks differ: {outcomes}, here {result}; {drawn}"
+    return result
 
 
-def judged(drawn: Drawn, first: Any, *others: Any) -> str | None:
-    if drawn.must_raise and not isinstance(first, str):
-        return f"a rank without samples ran a collective, with the result {first}"
+def find_fault(drawn: Drawn, results_of_ranks: Sequence[Grads | str]) -> str | None:
+    """Return what is wrong with the results of all ranks, or None."""
+    first = results_of_ranks[0]
     if isinstance(first, str):
-        return None if drawn.may_raise else f"raised without reason: {first}"
-    if any(repr(other) != repr(first) for other in others):
-        return f"the ranks differ: {first}, {others}"
-    found, expected = (
-        [gradient.tolist() for gradient in first],
-        by_hand(replace(drawn.case, gradients=drawn.expected())),
-    )
+        if drawn.may_raise:
+            return None
+        return f"raised without reason: {first}"
+    if drawn.must_raise:
+        return f"a rank without samples ran a collective, with the result {first}"
+    for result in results_of_ranks:
+        if repr(result) != repr(first):
+            return f"the ranks differ: {results_of_ranks}"
+    gradients = [gradient.tolist() for gradient in first]
+    expected = expected_gradients(replace(drawn.case, gradients=drawn.expected()))
     # All after NaN is NaN.
-    until = next((at for at, numbers in enumerate(found, 1) if any(map(math.isnan, numbers))), len(expected))
-    return None if expected[:until] == found[:until] else f"gradients {found} instead of {expected}"
+    compared = len(expected)
+    for number, gradient in enumerate(gradients, start=1):
+        if any(math.isnan(value) for value in gradient):
+            compared = number
+            break
+    if expected[:compared] == gradients[:compared]:
+        return None
+    return f"gradients {gradients} instead of {expected}"
 
 
-@pytest.mark.parametrize(
-    "first", [pytest.param(first, marks=[pytest.mark.full] * (first >= 80)) for first in range(0, 500, IN_ONE_CALL)]
-)
+def make_parameters_of_calls() -> list[Any]:
+    """Return a parameter of pytest for the first seed of each call; most are trained before a release only."""
+    parameters = []
+    for first in range(0, 500, IN_ONE_CALL):
+        marks = [pytest.mark.full] if first >= 80 else []
+        parameters.append(pytest.param(first, marks=marks))
+    return parameters
+
+
+@pytest.mark.parametrize("first", make_parameters_of_calls())
 def test_drawn_rows_have_the_gradients_of_one_process_or_raise_together(world, first):
     seeds = range(first, first + IN_ONE_CALL)
-    of_ranks = zip(*world(Drawn(first).size).run(outcomes, seeds), strict=True)
-    found = {Drawn(seed): judged(Drawn(seed), *ranks) for seed, ranks in zip(seeds, of_ranks, strict=True)}
-    assert {} == {drawn: wrong for drawn, wrong in found.items() if wrong is not None}
+    results_of_ranks = world(Drawn(first).size).run(train_all, seeds)
+    faults = {}
+    for seed, *results in zip(seeds, *results_of_ranks, strict=True):
+        drawn = Drawn(seed)
+        fault = find_fault(drawn, results)
+        if fault is not None:
+            faults[drawn] = fault
+    assert {} == faults

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from ranks import Raised, on_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from toys import AWARE, Recorded, approx, flat, train
+from toys import IGNORE_UNUSED_PARAMETERS, Recorded, approx, flat, train
 
 from lightning_gradavg import average_gradients, gather, global_mean
 from lightning_gradavg._lightning.stand_in import uncounted
 from lightning_gradavg.rules import RULES
 
-pytestmark = AWARE
+pytestmark = IGNORE_UNUSED_PARAMETERS
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
     *(torch.complex64, torch.complex128, torch.int64, torch.int16, torch.uint8, torch.bool),
@@ -55,7 +55,8 @@ def views(rows: Sequence[int], tail: Sequence[int]) -> list[Tensor]:
 
 def gather_together_and_alone(tensors: Callable[..., list[Tensor]], *given: Any) -> list[tuple[Tensor, Tensor]]:
     """Body: gather tensors in one call, and each alone; return this rank's and all, as numbers."""
-    own, pairs = tensors(*given), []
+    own = tensors(*given)
+    pairs = []
     for tensor, of_all in zip(own, gather(own), strict=True):
         alone = gather(tensor)
         assert tensor.dtype == of_all.dtype == alone.dtype
@@ -113,7 +114,8 @@ HOME: dict[str, Home] = {
 
 
 def come_home(name: str) -> None:
-    home, rank = HOME[name], dist.get_rank()
+    home = HOME[name]
+    rank = dist.get_rank()
     x = home.of_ranks[rank].clone().requires_grad_(home.expected[rank] is not None)
     rows = gather(x)
     assert rows.requires_grad
@@ -180,7 +182,8 @@ def test_the_loss_of_a_stand_in_reaches_no_rank():
 @on_ranks(3)
 def test_group():
     """Ranks 0 and 2 gather among themselves."""
-    rank, group = dist.get_rank(), dist.new_group([0, 2])
+    rank = dist.get_rank()
+    group = dist.new_group([0, 2])
     x = torch.tensor([float(rank)], requires_grad=True)
     if rank == 1:
         with pytest.raises(ValueError, match="global rank 1 is not a member of the group"):
@@ -304,7 +307,8 @@ def ratios(gradient: Tensor) -> list[float | None]:
 
 def reduced(plainly: bool, rows: Sequence[int], nodes: Sequence[int], **variant: Any) -> Tensor:
     parts = list(zip(A.split(rows), B.split(rows), strict=True))
-    toy, rule = {"rows": rows, "nodes": nodes, **variant}, {"reduction": variant["reduction"]}
+    toy = {"rows": rows, "nodes": nodes, **variant}
+    rule = {"reduction": variant["reduction"]}
     if not plainly:
         return train([[part] for part in parts], toy, rule, nodes, Towers).gradients[0]
     os.environ["NODE_RANK"] = str(nodes[dist.get_rank()])
@@ -333,7 +337,8 @@ def table_of(title: str) -> list[list[str]]:
     return [[cell.strip(' `"') for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-RIGHT, ONE = table_of("Which loss, under which rule"), approx(1.0, 1e-9)
+RIGHT = table_of("Which loss, under which rule")
+ONE = approx(1.0, 1e-9)
 assert {row[0] for row in RIGHT} == set(RULES)
 assert {row[3] for row in RIGHT} == {"yes", "if n is equal", "if L is equal"}
 
@@ -401,9 +406,11 @@ class Cached(Towers):
 @pytest.mark.parametrize(("world_size", "reduction", "ratio"), [(1, "mean", 1 / 2), (2, "sum", 1.0)])
 def test_chunks_are_summed(world, world_size, reduction, ratio):
     """The gradients of 2 chunks per rank add up to that of the full batch; averaging halves on one rank."""
-    length, rows = N // world_size // 2, [N // world_size] * world_size
+    length = N // world_size // 2
+    rows = [N // world_size] * world_size
     chunks = [(torch.tensor(i), (A[i : i + length], B[i : i + length])) for i in range(0, N, length)]
-    of_ranks, toy = [chunks[:2], chunks[2:]], {"rows": rows, "nodes": [0] * world_size}
+    of_ranks = [chunks[:2], chunks[2:]]
+    toy = {"rows": rows, "nodes": [0] * world_size}
     options: Any = {"module": Cached, "accumulate_grad_batches": 2}
     for seen in world(world_size).run(train, of_ranks, toy, {"reduction": reduction}, **options):
         assert [approx(ratio, 1e-9), approx(ratio * 2 * world_size, 1e-9)] == ratios(seen.gradients[0])
@@ -412,7 +419,8 @@ def test_chunks_are_summed(world, world_size, reduction, ratio):
 @pytest.mark.parametrize("strategy", [{}, {"split_batches": True}, {"equivalent_to": "single_device"}], ids=str)
 def test_a_rank_without_samples_brings_no_rows(world, strategy):
     """Chunks of 4 rows are 2, 2 and 0; else ranks 1 and 2 have read their last batch when rank 0 reads another one."""
-    batch, toy = (A, B), {"rows": (N, 0, 0), "nodes": (0, 0, 0)}
+    batch = (A, B)
+    toy = {"rows": (N, 0, 0), "nodes": (0, 0, 0)}
     of_ranks = [[batch]] * 3 if strategy else [[batch, batch], [(A[:1], B[:1])], [(A[:1], B[:1])]]
     for seen in world(3).run(train, of_ranks, toy, strategy, None, Towers):
         assert [ONE, ONE] == ratios(seen.gradients[-1])

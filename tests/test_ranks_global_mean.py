@@ -17,12 +17,23 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
-from toys import AWARE, WEIGHTED, OfFabric, OfTorch, One, Recorded, Seen, approx, same_everywhere, train
+from toys import (
+    IGNORE_UNUSED_PARAMETERS,
+    WEIGHTED,
+    FabricLoop,
+    OneWeight,
+    Recorded,
+    Seen,
+    TorchLoop,
+    approx,
+    same_everywhere,
+    train,
+)
 
 from lightning_gradavg import GradAvgStrategy, average_gradients, gather, global_mean
 from lightning_gradavg._lightning.stand_in import uncounted
 
-pytestmark = AWARE
+pytestmark = IGNORE_UNUSED_PARAMETERS
 
 OF_RANKS: Sequence[list[float]] = ([1.0, 2.0, 3.0], [5.0, 7.0], [])
 """The numbers of each rank. Their mean is 18 / 5 = 3.6."""
@@ -43,7 +54,8 @@ def two_terms(w: Tensor, rank: int) -> Tensor:
 
     At 1 the loss is 3.6 + 1 + 0.5, and its gradient 3.6 + 2 + 1.
     """
-    numbers, boxes = double(OF_RANKS[rank]), double(BOXES[rank])
+    numbers = double(OF_RANKS[rank])
+    boxes = double(BOXES[rank])
     totals = {"class": (numbers * w).sum(), "box": (boxes * w**2).sum()}
     if rank == 1:
         totals = dict(reversed(totals.items()))
@@ -71,29 +83,33 @@ def of_two_terms() -> tuple[float, float]:
 @on_ranks(2)
 def test_the_gradient_of_each_rank():
     """W / N times that of its own total: 2 / 5 of 6 and of 12."""
-    rank, w = dist.get_rank(), parameter()
+    rank = dist.get_rank()
+    w = parameter()
     mean = global_mean((double(OF_RANKS[rank]) * w).sum(), len(OF_RANKS[rank]))
     mean.backward()
     assert (approx(3.6), approx([2.4, 4.8][rank])) == (mean.item(), w.grad.item())
 
 
 def by_torch() -> Any:
-    model = DistributedDataParallel(One())
+    model = DistributedDataParallel(OneWeight())
     return model, model.module, lambda loss: loss.backward()
 
 
 def by_fabric() -> Any:
-    loop, module = OfFabric(), One()
+    loop = FabricLoop()
+    module = OneWeight()
     return loop.set_up(module), module, loop.backward
 
 
 def by_stock_fabric() -> Any:
-    loop, module = OfFabric(strategy="ddp"), One()
+    loop = FabricLoop(strategy="ddp")
+    module = OneWeight()
     return loop.set_up(module), module, loop.backward
 
 
 def by_reducer() -> Any:
-    loop, module = OfTorch(), One()
+    loop = TorchLoop()
+    module = OneWeight()
     return loop.set_up(module), module, loop.backward
 
 
@@ -114,8 +130,10 @@ def in_a_loop(loop: Callable[[], Any]) -> float | None:
 @on_ranks(2)
 def test_split_batches_of_fabric():
     """Chunks of 3 and 2 samples, of which 3 and 1 count: 11 / 4, where the losses have equal weight."""
-    loop, module = OfFabric(split_batches=True), One()
-    model, data = loop.set_up(module), double([1.0, 2.0, 3.0, 5.0, 0.0])
+    loop = FabricLoop(split_batches=True)
+    module = OneWeight()
+    model = loop.set_up(module)
+    data = double([1.0, 2.0, 3.0, 5.0, 0.0])
     (batch,) = loop.fabric.setup_dataloaders(DataLoader(TensorDataset(data), 5))
     numbers = batch[0][batch[0] > 0]
     assert len(numbers) == [3, 1][dist.get_rank()]
@@ -217,7 +235,8 @@ def test_numbers_and_integers():
 @on_ranks(2)
 def test_more_terms_than_one_exchange_holds():
     """Twenty terms, term k with the totals k and 3 k and the counts 1 and 3."""
-    rank, w = dist.get_rank(), parameter()
+    rank = dist.get_rank()
+    w = parameter()
     totals = {str(k): w * k * [1, 3][rank] for k in range(20)}
     means = global_mean(totals, dict.fromkeys(totals, [1, 3][rank]))
     assert list(totals) == list(means)
@@ -232,7 +251,8 @@ def nan_of_nothing(w: Tensor) -> Tensor:
 
 
 def all_targets_ignored(w: Tensor) -> Tensor:
-    scores, classes = w * torch.ones(2, 3, dtype=torch.float64), torch.full((2,), -100)
+    scores = w * torch.ones(2, 3, dtype=torch.float64)
+    classes = torch.full((2,), -100)
     return cross_entropy(scores, classes) * 0
 
 
@@ -248,8 +268,10 @@ def nan_in_total(w: Tensor) -> Tensor:
 @on_ranks(3)
 def test_a_count_of_zero(of_nothing):
     """A NaN that counts nothing changes no value, and, as a mean over nothing, no gradient."""
-    rank, w = dist.get_rank(), parameter()
-    total, count = (double(OF_RANKS[rank]) * w).sum(), len(OF_RANKS[rank])
+    rank = dist.get_rank()
+    w = parameter()
+    total = (double(OF_RANKS[rank]) * w).sum()
+    count = len(OF_RANKS[rank])
     if rank == 2 and of_nothing is not None:
         total = of_nothing(w)
         assert total.isnan()
@@ -262,7 +284,8 @@ def test_a_count_of_zero(of_nothing):
 @on_ranks(2)
 def test_the_limit_of_a_count_of_zero():
     """The zero gradient becomes NaN by a derivative that is NaN, and is zero if such rows are left out before."""
-    rank, w = dist.get_rank(), parameter()
+    rank = dist.get_rank()
+    w = parameter()
     total = w * 6 if rank == 0 else w * torch.nan
     global_mean(total, [3, 0][rank]).backward()
     assert approx([4.0, math.nan][rank]) == w.grad.item()
@@ -286,7 +309,8 @@ def test_no_count_anywhere():
 @on_ranks(3)
 def test_a_stand_in_counts_nothing():
     """Rank 2 repeats another rank's numbers: it is in no sum, and the mean of gradients is one over two ranks."""
-    rank, w = dist.get_rank(), parameter()
+    rank = dist.get_rank()
+    w = parameter()
     numbers = double(OF_RANKS[rank % 2])
     if rank < 2:
         mean = global_mean((numbers * w).sum(), len(numbers))
@@ -309,7 +333,8 @@ def test_without_gradients():
 @on_ranks(3)
 def test_group():
     """Ranks 0 and 2 among themselves: 2 and 6 on average, and half of the ranks' mean comes from each."""
-    rank, group = dist.get_rank(), group_of((0, 2))
+    rank = dist.get_rank()
+    group = group_of((0, 2))
     w = parameter()
     if rank == 1:
         with pytest.raises(ValueError, match="global rank 1 is not a member of the group"):

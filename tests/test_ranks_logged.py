@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from ranks import group_of, make_trainer
 from torch import Tensor
-from toys import Toy, loader
+from toys import Toy, make_loader
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg._support.collectives import World
@@ -28,8 +28,11 @@ class Logs(Toy):
 
     def __init__(self, logs: Callable[[Logs, Tensor, int], None]) -> None:
         super().__init__(lr=0.0)
-        self.logs, self.known, self.sent = logs, list[dict[str, float]](), list[tuple[int, int]]()
-        self.pickled, self.rows = mock.Mock(), mock.Mock()
+        self.logs = logs
+        self.known = list[dict[str, float]]()
+        self.sent = list[tuple[int, int]]()
+        self.pickled = mock.Mock()
+        self.rows = mock.Mock()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         self.logs(self, batch, batch_idx)
@@ -46,12 +49,13 @@ class Logs(Toy):
 
 def run(logs: Callable[[Logs, Tensor, int], None], strategy: dict[str, Any]) -> tuple[Any, Any, dict[str, float]]:
     """Body: train some steps; return what was known and sent in each, and what was known at the end."""
-    module, size = Logs(logs), dist.get_world_size()
+    module = Logs(logs)
+    size = dist.get_world_size()
     trainer = make_trainer(GradAvgStrategy(**strategy), max_epochs=1)
     rows = mock.patch.object(World, "gather_row", autospec=True, side_effect=World.gather_row)
     pickled = mock.patch.object(dist, "all_gather_object", side_effect=dist.all_gather_object)
     with rows as module.rows, pickled as module.pickled:
-        trainer.fit(module, loader([[float(n) for n in range(2 * size)]] * STEPS))
+        trainer.fit(module, make_loader([[float(n) for n in range(2 * size)]] * STEPS))
     return module.known, module.sent, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
@@ -71,7 +75,8 @@ def many(module: Logs, batch: Tensor, batch_idx: int) -> None:
 
 def of_pairs(module: Logs, batch: Tensor, batch_idx: int) -> None:
     """Log the mean of ranks 0 and 1, and of rank 2, which is in no group of theirs."""
-    pair, alone = group_of((0, 1)), group_of((2,))
+    pair = group_of((0, 1))
+    alone = group_of((2,))
     mine = alone if dist.get_rank() == 2 else pair
     module.log("of pairs", batch.mean(), on_step=True, on_epoch=True, sync_dist=True, sync_dist_group=mine)
     module.log("of first two", batch.mean(), sync_dist=True, sync_dist_group=pair)
@@ -107,7 +112,8 @@ def new_in_each_step(module: Logs, batch: Tensor, batch_idx: int) -> None:
 
 SINGLE: dict[str, Any] = {"equivalent_to": "single_device"}
 PIECES: dict[str, Any] = {"split_batches": True, "max_device_batch_size": 1}
-QUIET, ONE = [(0, 0)], [(0, 1)]
+QUIET = [(0, 0)]
+ONE = [(0, 1)]
 OF_RANKS = {"mean": 2.5, "mean_step": 2.5, "largest": 5.0}
 SENT: dict[str, tuple[Any, dict[str, Any], list[tuple[int, int]], list[int], dict[str, float]]] = {
     # What is logged, the strategy, what steps send, by pickle and as numbers, and the steps after which is known what.

@@ -41,7 +41,8 @@ class Normed(LightningModule):
         self.net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
         nn.init.ones_(self.net[1].weight)
         nn.init.zeros_(self.net[1].bias)
-        self.weights, self.gradients = list[Tensor](), list[Tensor]()
+        self.weights = list[Tensor]()
+        self.gradients = list[Tensor]()
         self.backwards = self.losses = 0
         self.net[1].weight.register_hook(self.count)
 

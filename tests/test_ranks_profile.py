@@ -114,7 +114,8 @@ def profiled(name: str) -> tuple[set[str], set[str]]:
     run, _ = SCOPES[name]
     with profile(activities=[ProfilerActivity.CPU]) as found:
         run()
-    scopes, outside = set(), set()
+    scopes = set()
+    outside = set()
     for event in found.events():
         prefix, _, scope = event.name.partition("GradAvg: ")
         if scope and not prefix:

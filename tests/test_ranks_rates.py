@@ -23,7 +23,7 @@ from lightning.pytorch.tuner import Tuner
 from ranks import make_trainer
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
-from toys import Memory, Toy, approx, loader, train
+from toys import MemoryLogger, Toy, approx, make_loader, train
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy
 
@@ -73,8 +73,12 @@ class Scheduled(Toy):
     ) -> None:
         super().__init__()
         self.v = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
-        self.how, self.scheduler, self.batch, self.size = how, scheduler, batch, size
-        self.automatic_optimization, self.noting = how != "manual", noting or Noting()
+        self.how = how
+        self.scheduler = scheduler
+        self.batch = batch
+        self.size = size
+        self.automatic_optimization = how != "manual"
+        self.noting = noting or Noting()
 
     def _loader(self) -> Any:
         data: Any = torch.ones(self.size, dtype=torch.float64)
@@ -137,7 +141,8 @@ class Scheduled(Toy):
 
 def run(model: dict[str, Any], strategy: dict[str, Any], callbacks: Sequence[Callback] = (), **options: Any) -> Any:
     """Body: train, and return what the groups held at every moment, and the strategy."""
-    noting, chosen = Noting(), GradAvgStrategy(**strategy)
+    noting = Noting()
+    chosen = GradAvgStrategy(**strategy)
     trainer = make_trainer(chosen, callbacks=[noting, *callbacks], **{**TRAINER, **options})
     with suppress(KeyError):
         trainer.fit(Scheduled(**model, noting=noting))
@@ -233,10 +238,8 @@ MANUAL = {"on_train_batch_start", "training_step", "on_before_zero_grad", "on_be
     ],
 )
 def test_the_factor_is_in_force_from_a_batch_to_the_step(world, tmp_path, how, options, further_at_rest):
-    model, saving = (
-        {"how": how, "scheduler": "same", "size": 8},
-        ModelCheckpoint(tmp_path, save_on_exception=True, **OFTEN),
-    )
+    model = {"how": how, "scheduler": "same", "size": 8}
+    saving = ModelCheckpoint(tmp_path, save_on_exception=True, **OFTEN)
     options = {"max_epochs": 2, "val_check_interval": 2, "enable_checkpointing": True, **options}
     ranks = world(2).run(run, model, {"lr_scaling": "linear"}, [saving], **options)
     at_rest = {*(f"on_{name}" for name in REST), "stepped", "schedule", "left", *further_at_rest}
@@ -249,7 +252,8 @@ def test_the_factor_is_in_force_from_a_batch_to_the_step(world, tmp_path, how, o
 
 def logged(how: str) -> Any:
     """Body: what Lightning's monitor, ours, the module and the line at the start show of a warm-up to 3 * 0.1."""
-    memory, strategy = Memory(), {"lr_scaling": "linear", "base_batch_size": 2, "lr_warmup_steps": 2}
+    memory = MemoryLogger()
+    strategy = {"lr_scaling": "linear", "base_batch_size": 2, "lr_warmup_steps": 2}
     options: dict[str, Any] = {"max_epochs": 2, "log_every_n_steps": 1, "logger": memory}
     *_, line = run({"how": how, "batch": 3, "size": 6}, strategy, [LearningRateMonitor(), GradAvgMonitor(1)], **options)
     return [row for _, row in memory.rows], line
@@ -267,8 +271,9 @@ def test_monitors_and_the_start_line_show_the_effective_rate(world, how):
 def find_then_fit(folder: str, tells: bool) -> Any:
     """Body: find a learning rate, and train with it; return it, those in use, and those tried."""
     numbers: Any = torch.arange(1, 65, dtype=torch.float64) / 64
-    data = DataLoader(numbers, batch_size=4) if tells else loader(numbers.split(4))
-    model, noting = Toy(kind="s", lr=0.003), Noting()
+    data = DataLoader(numbers, batch_size=4) if tells else make_loader(numbers.split(4))
+    model = Toy(kind="s", lr=0.003)
+    noting = Noting()
     options: dict[str, Any] = {**TRAINER, "default_root_dir": folder, "callbacks": [noting]}
     trainer = make_trainer(GradAvgStrategy(lr_scaling="linear"), **options)
     tried: dict[str, Any] = {"num_training": 12, "min_lr": 1e-4, "max_lr": 0.5, "early_stop_threshold": None}
@@ -330,7 +335,7 @@ def train_late(moment: str, options: dict[str, Any]) -> Any:
         callbacks=[module.callback],
         **{**TRAINER, "max_steps": 1, **options},
     )
-    trainer.fit(module, loader([[1.0, 2.0]] * 4))
+    trainer.fit(module, make_loader([[1.0, 2.0]] * 4))
     return module.v.item(), [group["lr"] for group in trainer.optimizers[0].param_groups]
 
 
@@ -359,7 +364,8 @@ class Frozen(Scheduled):
 
 def thaw(strategy: dict[str, Any]) -> Any:
     """Body: return what the groups held before each step."""
-    noting, thawing = Noting(), BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_ratio_lr=0.1)
+    noting = Noting()
+    thawing = BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_ratio_lr=0.1)
     options = {**TRAINER, "max_epochs": 2, "callbacks": [noting, thawing]}
     make_trainer(GradAvgStrategy(**strategy, find_unused_parameters=True), **options).fit(Frozen(noting))
     return [[group["lr"] for group in groups] for groups in noting.held["on_before_optimizer_step"]]
@@ -373,7 +379,8 @@ def test_a_backbone_that_is_thawed_is_scaled(world):
 
 def replace_optimizers(moment: str) -> Any:
     """Body: train with another optimizer from the second batch on; return what groups held in the steps."""
-    noting, module = Noting(), Scheduled(size=8)
+    noting = Noting()
+    module = Scheduled(size=8)
     replaced: list[Any] = []
 
     def replace(trainer: Any, *_: Any) -> None:

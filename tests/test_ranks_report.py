@@ -16,7 +16,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from ranks import make_trainer
 from torch import nn
-from toys import MLP, WEIGHTED, Memory, Toy, approx, loader, same_everywhere, samples, train
+from toys import MLP, WEIGHTED, MemoryLogger, Toy, approx, make_loader, make_samples, same_everywhere, train
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, Place, Share
 from lightning_gradavg.report.part import local_gradients, squared_norm
@@ -74,11 +74,13 @@ def test_the_report_of_uneven_batches(world):
 WINDOWS = [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]
 SHORT = [[[1], [3], [5]], [[1], [3], [7]]]
 SHORT_NUMBERS = [(2.0, 2.0, (2.0, 2.0)), (6.0, 6.0, (5.0, 7.0))]
-TWO, FOUR = {"accumulate_grad_batches": 2}, {"accumulate_grad_batches": 4}
+TWO = {"accumulate_grad_batches": 2}
+FOUR = {"accumulate_grad_batches": 4}
 SUM = {"reduction": "sum"}
 FLOAT32 = {"start": [1.0, 1.0], "dtype": torch.float32}
 SCALED = {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=65536.0))]}
-THREE, NODES = [[[1.0]], [[3.0]], [[5.0]]], {"nodes": [0, 0, 1]}
+THREE = [[[1.0]], [[3.0]], [[5.0]]]
+NODES = {"nodes": [0, 0, 1]}
 
 
 def twice_the_first(place: Place, weight: Any) -> Share:
@@ -140,7 +142,7 @@ def test_reference_modes(world, options):
 @pytest.mark.parametrize("strategy", [{}, {**WEIGHTED, "gradient_as_bucket_view": True}])
 def test_observing_changes_no_bit(world, strategy):
     """Observed training ends with the same bits as training that nobody watches, also under stock DDP's reduction."""
-    data = samples(27)
+    data = make_samples(27)
     run = train, [data[rank::3] for rank in range(3)], {}, strategy
     options = {"module": MLP, "max_epochs": 2, "accumulate_grad_batches": 2}
     alone, watched = (
@@ -153,7 +155,8 @@ def monitored(
     per_rank: Sequence[Any], monitor: Mapping[str, Any], *run: Any, **options: Any
 ) -> list[tuple[int | None, dict[str, float]]]:
     """Body: train on each rank's own micro-batches under a monitor, and return what it logged."""
-    memory, callbacks = Memory(), [GradAvgMonitor(**monitor)]
+    memory = MemoryLogger()
+    callbacks = [GradAvgMonitor(**monitor)]
     train(per_rank, *run, **{"log_every_n_steps": 0, "logger": memory, "callbacks": callbacks, **options})
     return [(step, row) for step, row in memory.rows if any(name.startswith("gradavg/") for name in row)]
 
@@ -182,7 +185,8 @@ def test_every_value(world):
 )
 def test_how_often(world, every, log_every, steps):
     options = {"log_every_n_steps": log_every, "accumulate_grad_batches": 2}
-    batches, monitor = [[[index] for index in range(1, 15)]] * 2, {"every_n_steps": every, "check_data": False}
+    batches = [[[index] for index in range(1, 15)]] * 2
+    monitor = {"every_n_steps": every, "check_data": False}
     for rows in world(2).run(monitored, batches, monitor, **options):
         assert steps == [step for step, _ in rows]
 
@@ -207,7 +211,8 @@ def count_work(per_rank: Sequence[Any], monitors: Sequence[GradAvgMonitor]) -> l
 
 def test_steps_that_are_not_logged_do_nothing(world):
     """A logged step costs one exchange and one hook per parameter; 12 steps with 2 of them logged cost twice that."""
-    batches, monitors = [[[index] for index in range(12)]] * 2, [GradAvgMonitor(6, check_data=False)]
+    batches = [[[index] for index in range(12)]] * 2
+    monitors = [GradAvgMonitor(6, check_data=False)]
     alone, watched = (world(2).run(count_work, batches, each) for each in ([], monitors))
     for (collectives, hooks), found in zip(alone, watched, strict=True):
         assert [collectives + 2, hooks + 2] == found
@@ -216,7 +221,7 @@ def test_steps_that_are_not_logged_do_nothing(world):
 def shown_metrics(prog_bar: bool) -> tuple[set[str], set[str]]:
     callbacks = [GradAvgMonitor(1, prefix="run", prog_bar=prog_bar)]
     trainer = make_trainer(GradAvgStrategy(), callbacks=callbacks, max_epochs=1, use_distributed_sampler=False)
-    trainer.fit(Toy(), loader([[1 + dist.get_rank()], [2]]))
+    trainer.fit(Toy(), make_loader([[1 + dist.get_rank()], [2]]))
     return {name for name in trainer.progress_bar_metrics if "/" in name}, set(trainer.callback_metrics)
 
 
@@ -253,14 +258,16 @@ def test_norms_that_need_care():
     assert (169, torch.float64) == (float(squared_norm(pair)), squared_norm(pair).dtype)
     assert 0 == squared_norm([None])
     assert 1e9 == pytest.approx(float(squared_norm([torch.full((1000,), 1000.0, dtype=torch.float16)])), rel=1e-6)
-    rows, values = torch.tensor([[1, 1, 4]]), torch.tensor([[1.0, 2], [3, 4], [5, 6]])
+    rows = torch.tensor([[1, 1, 4]])
+    values = torch.tensor([[1.0, 2], [3, 4], [5, 6]])
     gradient = torch.sparse_coo_tensor(rows, values, (5, 2), check_invariants=True)
     assert 16 + 36 + 25 + 36 == pytest.approx(float(squared_norm([gradient])))
 
 
 def test_what_is_accumulated_is_seen():
     """A hook sees the gradient of the whole window, and no hook is left afterwards, not even after an error."""
-    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))
+    used = nn.Parameter(torch.ones(2))
+    unused = nn.Parameter(torch.ones(1))
     (used * torch.tensor([1.0, 2.0])).sum().backward()
     (unused * 5).sum().backward()
     with local_gradients([used, unused, nn.Parameter(torch.zeros(2))], accumulated=True) as squares:

@@ -153,7 +153,8 @@ class Fingerprints(Callback):
     """Notes the fingerprint after each step, and saves a checkpoint after the second."""
 
     def __init__(self, path: str | None) -> None:
-        self.path, self.prints = path, list[str]()
+        self.path = path
+        self.prints = list[str]()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         self.prints.append(trainer.strategy.fingerprint())
@@ -171,7 +172,8 @@ class Resumed(CNN):
 
 def prints(path: str | None = None, kind: type[Model] = CNN, replicas: int = 4, **options: Any) -> Any:
     """Body: the fingerprints after all steps of 4 per epoch, and what the monitor says of them on rank 0."""
-    noted, said = Fingerprints(path), list[str]()
+    noted = Fingerprints(path)
+    said = list[str]()
     with mock.patch.object(monitor, "rank_zero_info", said.append):
         callbacks = [noted, GradAvgMonitor(every_n_steps=1, fingerprint_every_n_steps=2)]
         fit(kind, bits(replicas), load={"times": 1}, callbacks=callbacks, **options)
@@ -224,7 +226,8 @@ def test_any_number_of_ranks_makes_the_same_tree(leaves):
 
 
 def sum_of_negative_zeros() -> list[Tensor]:
-    world, parameter = World.of(None), torch.ones(1)
+    world = World.of(None)
+    parameter = torch.ones(1)
     sums = TreeSum([parameter], replicas=world.size, world=world)
     sums.add(world.rank, {id(parameter): torch.tensor([-0.0])} if world.rank == 0 else {})
     return [*sums.gradients(1.0).values()]

@@ -1,6 +1,15 @@
-"""Whatever ends a run, on any number of ranks: resumed on another number, it trains as an undisturbed one.
+"""RESUMES: how runs end, in which batch, on how many ranks; and on how many ranks the next run resumes.
 
-A kill while a checkpoint is written leaves the one before in its place, if temporary files are on its file system.
+To add a row, append a `Resume` to one of the groups. There is no expected value to write: the expected run is one
+process that nobody ends (`undisturbed`). Runs train on two epochs of 5 batches, in windows of 2, 2 and 1 of them. The
+test starts a run for each of `ends`, which resumes the one before from its newest checkpoint, and ends in its batch. A
+last run resumes on the last number of ranks and trains to the end. After each run, the journal of what ranks trained
+on must go on as that of the undisturbed run does; in the end the steps, the effective rates and the weights are those
+of the undisturbed run, and where runs are reproducible, all bits. A row that no pair of values needs is `is_full`: it
+runs before a release only.
+
+Below, other tests save a checkpoint at any moment, with any loader. A kill while a checkpoint is written leaves the
+one before in its place, if temporary files are on its file system.
 """
 
 from __future__ import annotations
@@ -12,26 +21,28 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from inspect import signature
 from itertools import count, product
 from multiprocessing import get_context
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
-import faults
 import pytest
 import torch
+from faulty_runs import fail, interrupt, run_ranks, train_quickly
 from fsspec import transaction
 from fsspec.implementations import local
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
-from noted import Act, Order, done, draws, fit, journal, together
+from noted import Act, Noted, Order, drawn_numbers, fit, join_ranks, read_journal, step_of_checkpoint
 from orders import ORDERS, WHOLE
-from ranks import RankError, grid
+from ranks import RankError, covering
 from torch.utils.data import DataLoader
 
 from lightning_gradavg._support.collectives import World
@@ -45,22 +56,204 @@ pytestmark = [
 ]
 
 
-def goes_on(
-    pools: list[Any], folder: Any, place: Act, read: list[Order], strategies: list[dict[str, Any]], **options: Any
+class Computed(NamedTuple):
+    """How ranks compute a step: options of the strategy."""
+
+    # Of the runs that end, and of the undisturbed one.
+    first: dict[str, Any]
+    # Of the last run.
+    last: dict[str, Any]
+
+
+REPRODUCIBLE = {"num_replicas": 4, "reproducible": True}
+COMPUTED = {
+    "at once": Computed({}, {}),
+    "in pieces": Computed({}, {"max_device_batch_size": 1}),
+    "reproducibly": Computed(REPRODUCIBLE, REPRODUCIBLE),
+}
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A row of RESUMES."""
+
+    # How each run ends: "error", "interrupt" (Ctrl-C), "SIGTERM" or "SIGKILL". A signal reaches one rank.
+    ends: tuple[str, ...]
+    # In which batch of 10 each run ends.
+    batches: tuple[int, ...]
+    # The number of ranks of each run, and of the last one, which nobody ends.
+    world_sizes: tuple[int, ...]
+    # How ranks compute a step: a name of COMPUTED.
+    computed: str
+    # Whether the row takes too long for every run of the tests.
+    is_full: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.ends}-{self.batches}-{self.world_sizes}-{self.computed}"
+
+
+ENDS = [("error",), ("interrupt",), ("SIGTERM",), ("SIGKILL",)]
+
+
+def make_resumes_after_one_end() -> list[Resume]:
+    """Return a row for each end, batch, numbers of ranks and way to compute; the rows not full hold all pairs."""
+    factors = (ENDS, [(0,), (1,), (2,), (3,)], [(4, 1), (1, 2), (2, 4), (4, 2)], [*COMPUTED])
+    in_every_run = covering(*factors)
+    rows = []
+    for combination in product(*factors):
+        rows.append(Resume(*combination, is_full=combination not in in_every_run))
+    return rows
+
+
+def make_further_resumes_after_one_end() -> list[Resume]:
+    """Return rows for further numbers of ranks."""
+    rows = []
+    for ends, batch, world_sizes, computed in product(ENDS, range(4), [(2, 1), (1, 4)], COMPUTED):
+        rows.append(Resume(ends, (batch,), world_sizes, computed, is_full=True))
+    return rows
+
+
+RESUMES = [
+    *make_resumes_after_one_end(),
+    *make_further_resumes_after_one_end(),
+    # Runs that end one after another.
+    Resume(("SIGKILL", "interrupt", "SIGKILL"), (1, 4, 7), (4, 1, 2, 4), "reproducibly"),
+]
+
+
+SCALED = {"lr_scaling": "linear", "base_batch_size": 2, "lr_warmup_steps": 4}
+# Killed after an epoch, a run resumes at its last batch, and Lightning without its validation and what that draws.
+WINDOWS: dict[str, Any] = {
+    "accumulate_grad_batches": 2,
+    "max_epochs": 2,
+    "limit_val_batches": 0,
+    "model_checkpoint": {},
+}
+# Of an epoch: 20 samples in batches of 4, in windows of 2, 2 and 1 of them.
+BATCHES = 5
+STEPS = 3
+SHUFFLED = [Order("shuffle")]
+KILLED_IN = {0: "backward", 1: "step", 2: "batch start", 3: "saving"}
+"""In which hook a rank is killed, by the batch modulo 4; in that of saving, a part of the checkpoint is written."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(world, tmp_path_factory):
+    """Return a function of how steps are computed. It returns what a run on one process noted, and its journal."""
+
+    @cache
+    def run(computed: str) -> tuple[Noted, list[Any]]:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        strategy = SCALED | COMPUTED[computed].first
+        (noted,) = world(1).run(fit, SHUFFLED, strategy, (), str(folder), **WINDOWS)
+        return noted, read_journal(folder)
+
+    return run
+
+
+def newest(folder: Path) -> tuple[str | None, int]:
+    """Return the newest checkpoint, and its step: before the first step Lightning saves none."""
+    paths = sorted(folder.glob("*.ckpt"), key=step_of_checkpoint)
+    if not paths:
+        return None, 0
+    return str(paths[-1]), step_of_checkpoint(paths[-1])
+
+
+def make_act(end: str, batch: int, world_size: int) -> Act:
+    """Return what ends a run in a batch. A signal reaches one rank: in saving rank 0, which writes the checkpoint."""
+    epoch, batch_of_epoch = divmod(batch, BATCHES)
+    if end == "SIGKILL":
+        hook = KILLED_IN[batch % 4]
+        if hook == "saving":
+            return Act("SIGKILL in saving", hook, epoch, batch_of_epoch, rank=0)
+        return Act(end, hook, epoch, batch_of_epoch, rank=batch % world_size)
+    if end == "SIGTERM":
+        return Act(end, "backward", epoch, batch_of_epoch, rank=batch % world_size)
+    return Act(end, "backward", epoch, batch_of_epoch)
+
+
+def make_parameters_of_resumes() -> list[Any]:
+    """Return a parameter of pytest for every row of RESUMES."""
+    parameters = []
+    for row in RESUMES:
+        marks = [pytest.mark.full] if row.is_full else []
+        parameters.append(pytest.param(row, id=str(row), marks=marks))
+    return parameters
+
+
+@pytest.mark.parametrize("row", make_parameters_of_resumes())
+def test_a_resumed_run_goes_on_after_the_last_whole_window(world, tmp_path, undisturbed, row):
+    """However and wherever a run ends, resumed on another number of ranks it trains on what it has not stepped on.
+
+    Samples that are trained and stepped on, effective rates and weights are those of the undisturbed run, also in
+    pieces of one sample; where runs are reproducible, all bits are.
+    """
+    expected, events = undisturbed(row.computed)
+    # The event of the journal with which training goes on after so many steps.
+    event_after = [0]
+    for number, event in enumerate(events, start=1):
+        if event == "step":
+            event_after.append(number)
+    options = dict(WINDOWS)
+    if "SIGKILL" in row.ends:
+        options["model_checkpoint"] = {"every_n_train_steps": 1}
+    strategy = SCALED | COMPUTED[row.computed].first
+    # The newest checkpoint, and its step.
+    checkpoint: str | None = None
+    step = 0
+    *world_sizes, last_world_size = row.world_sizes
+    for number, (end, batch, world_size) in enumerate(zip(row.ends, row.batches, world_sizes, strict=True)):
+        folder = tmp_path / str(number)
+        act = make_act(end, batch, world_size)
+        expected_error: Any = contextlib.nullcontext()
+        if end == "SIGKILL":
+            expected_error = pytest.raises(RankError, match="exit code -9")
+        with expected_error:
+            world(world_size).run(fit, SHUFFLED, strategy, [act], str(folder), checkpoint, **options)
+        trained = read_journal(folder)
+        first_event = event_after[step]
+        if list(folder.glob("*.ckpt")):
+            checkpoint, step = newest(folder)
+        steps_before_batch = batch // BATCHES * STEPS + batch % BATCHES // 2
+        if end == "SIGTERM":
+            # Ranks train on the batches at hand before they end.
+            assert steps_before_batch <= step
+        else:
+            assert steps_before_batch == step
+        assert events[first_event : first_event + len(trained)] == trained
+        assert event_after[step] - first_event <= len(trained)
+    last_folder = tmp_path / "last"
+    last_strategy = SCALED | COMPUTED[row.computed].last
+    ranks = world(last_world_size).run(fit, SHUFFLED, last_strategy, (), str(last_folder), checkpoint, **options)
+
+    assert join_ranks([expected])[step:] == join_ranks(ranks)
+    assert events[event_after[step] :] == read_journal(last_folder)
+    assert expected.weight == pytest.approx(ranks[0].weight, rel=1e-12)
+    if row.computed == "reproducibly":
+        assert [expected.state] * len(ranks) == [noted.state for noted in ranks]
+
+
+def assert_resumes(
+    pools: list[Any], folder: Any, save: Act, loaders: Sequence[Order], strategies: list[dict[str, Any]], **options: Any
 ) -> None:
-    """Save in the first pool; resume in the second, which saves again at once, and from there in the others."""
-    # From the last batch of an epoch Lightning goes on without its validation, and without what that draws.
-    options["limit_val_batches"] = 0 if place.hook == "batch" else 1
+    """Save in the first pool; resume in the second, which saves again at once, and from there in the others.
+
+    Assert that each resumed run takes the steps, and draws the numbers, of the first one after its checkpoint.
+    """
+    # From the last batch of an epoch Lightning resumes without its validation, and without what that draws.
+    options["limit_val_batches"] = 0 if save.hook == "batch" else 1
     acts = [Act("save", "start"), *options.pop("looks", [])]
-    first = pools[0].run(fit, read, strategies[0], [place], f"{folder}/0", **options)
-    expected = together(first)
+    first = pools[0].run(fit, loaders, strategies[0], [save], f"{folder}/0", **options)
+    expected_steps = join_ranks(first)
+    expected_numbers = drawn_numbers(first[0])
     for number, pool in enumerate(pools[1:], start=1):
-        (resume,) = folder.glob(f"{number - 1}/*.ckpt")
-        ranks = pool.run(fit, read, strategies[number], acts, f"{folder}/{number}", str(resume), **options)
-        assert expected[done(resume) :] == together(ranks)
+        (checkpoint,) = folder.glob(f"{number - 1}/*.ckpt")
+        ranks = pool.run(fit, loaders, strategies[number], acts, f"{folder}/{number}", str(checkpoint), **options)
+        assert expected_steps[step_of_checkpoint(checkpoint) :] == join_ranks(ranks)
         assert first[0].weight == pytest.approx(ranks[0].weight, rel=1e-12)
         for noted in ranks:
-            assert draws(first[0])[-len(draws(noted)) :] == draws(noted)
+            numbers = drawn_numbers(noted)
+            assert expected_numbers[-len(numbers) :] == numbers
 
 
 HOOKS = st.sampled_from([*["batch"] * 3, "validation", "end"])
@@ -113,9 +306,14 @@ def test_what_remains_is_what_an_uninterrupted_run_trains_on(
 
     Read whole, samples that draw in the process that trains are the same, too, bit for bit.
     """
-    whole |= order.kind in WHOLE
-    strategies = [{"num_replicas": 3} if whole else {"max_device_batch_size": limit} for limit in (*limits, None)]
-    goes_on([world(size) for size in worlds], tmp_path_factory.mktemp("run"), place, [order], strategies, **options)
+    strategies: list[dict[str, Any]] = []
+    for limit in (*limits, None):
+        if whole or order.kind in WHOLE:
+            strategies.append({"num_replicas": 3})
+        else:
+            strategies.append({"max_device_batch_size": limit})
+    pools = [world(size) for size in worlds]
+    assert_resumes(pools, tmp_path_factory.mktemp("run"), place, [order], strategies, **options)
 
 
 READ_TOGETHER = ["shuffle", "generator", "lazy", "stream", "own stream", "unsized"]
@@ -140,99 +338,17 @@ READ_TOGETHER = ["shuffle", "generator", "lazy", "stream", "own stream", "unsize
 )
 def test_several_loaders_go_on_from_the_end_of_an_epoch(world, tmp_path_factory, read, mode, worlds, epoch, window):
     """Of two loaders, cycled, exhausted or cut off, each has the samples that the uninterrupted run goes on with."""
-    pools, options = [world(size) for size in worlds], {"mode": mode, "accumulate_grad_batches": window}
-    goes_on(pools, tmp_path_factory.mktemp("run"), Act("save", "end", epoch), read, [{}, {}], **options)
+    pools = [world(size) for size in worlds]
+    options = {"mode": mode, "accumulate_grad_batches": window}
+    assert_resumes(pools, tmp_path_factory.mktemp("run"), Act("save", "end", epoch), read, [{}, {}], **options)
 
 
 @pytest.mark.parametrize(("kind", "epoch"), [("persistent workers", 1), ("augmented stream, workers", 0)])
 def test_workers_that_fetch_ahead_change_nothing(world, tmp_path, kind, epoch):
     """With worker processes, the rest and the next epochs are those of the first run."""
-    strategies = [{"num_replicas": 3} if "augmented" in kind else {}] * 2
-    goes_on([world(2), world(1)], tmp_path, Act("save", "batch", epoch, 2), [Order(kind, 24)], strategies)
-
-
-REPRODUCIBLE = {"num_replicas": 4, "reproducible": True}
-COMPUTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    # Options of the runs that end, and of the last one.
-    "at once": ({}, {}),
-    "in pieces": ({}, {"max_device_batch_size": 1}),
-    "reproducibly": (REPRODUCIBLE, REPRODUCIBLE),
-}
-HOWS = [("error",), ("interrupt",), ("SIGTERM",), ("SIGKILL",)]
-KILLED = {0: "backward", 1: "step", 2: "batch start", 3: "saving"}
-"""In which hook a rank is killed, by the batch; in that of saving, a part of the checkpoint is written."""
-WORLDS = [(4, 1), (1, 2), (2, 4), (4, 2)]
-RESUMES = [
-    # How runs end, in which batch of two epochs of 5, the ranks of each and of the last one, and how these compute.
-    *grid(HOWS, [(0,), (1,), (2,), (3,)], WORLDS, [*COMPUTED]),
-    *(
-        pytest.param(how, (batch,), worlds, computed, marks=pytest.mark.full)
-        for how, batch, worlds, computed in product(HOWS, range(4), [(2, 1), (1, 4)], COMPUTED)
-    ),
-    (("SIGKILL", "interrupt", "SIGKILL"), (1, 4, 7), (4, 1, 2, 4), "reproducibly"),
-]
-SCALED = {"lr_scaling": "linear", "base_batch_size": 2, "lr_warmup_steps": 4}
-# Killed after an epoch, a run goes on from its last batch, and Lightning without its validation and what that draws.
-WINDOWS: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 2, "limit_val_batches": 0, "keep": {}}
-BATCHES, STEPS = 5, 3
-"""Of an epoch: 20 samples in batches of 4, in windows of 2, 2 and 1 of them."""
-SHUFFLED = [Order("shuffle")]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(world, tmp_path_factory):
-    """Return what gives the journal of a run on one process that nobody ends, and what it noted."""
-
-    @cache
-    def run(computed: str) -> Any:
-        folder = tmp_path_factory.mktemp("undisturbed")
-        return *world(1).run(fit, SHUFFLED, SCALED | COMPUTED[computed][0], (), str(folder), **WINDOWS), journal(folder)
-
-    return run
-
-
-def newest(folder: Any) -> tuple[str | None, int]:
-    """Return the newest checkpoint, and its step: before the first step Lightning saves none."""
-    kept = max(folder.glob("*.ckpt"), key=done, default=None)
-    return (None, 0) if kept is None else (str(kept), done(kept))
-
-
-@pytest.mark.parametrize(("hows", "batches", "worlds", "computed"), RESUMES, ids=str)
-def test_a_resumed_run_goes_on_after_the_last_whole_window(
-    world, tmp_path, undisturbed, hows, batches, worlds, computed
-):
-    """However and wherever a run ends, resumed on another number of ranks it trains on what it has not stepped on.
-
-    Samples that are trained and stepped on, effective rates and weights are those of the undisturbed run, also in
-    pieces of one sample; where runs are reproducible, all bits are.
-    """
-    expected, events = undisturbed(computed)
-    # What is trained on after so many steps.
-    after = [0, *(number for number, event in enumerate(events, start=1) if event == "step")]
-    resume, at = None, 0
-    options = {**WINDOWS, "keep": {"every_n_train_steps": 1} if "SIGKILL" in hows else {}}
-    for number, (how, batch) in enumerate(zip(hows, batches, strict=True)):
-        kills, folder = how == "SIGKILL", tmp_path / str(number)
-        hook = KILLED[batch % 4] if kills else "backward"
-        # A signal reaches one rank, and rank 0 writes the checkpoint.
-        rank = (hook != "saving") * batch % worlds[number] if how.startswith("SIG") else None
-        act = Act("SIGKILL in saving" if hook == "saving" else how, hook, *divmod(batch, BATCHES), rank)
-        with pytest.raises(RankError, match="exit code -9") if kills else contextlib.nullcontext():
-            strategy = SCALED | COMPUTED[computed][0]
-            world(worlds[number]).run(fit, SHUFFLED, strategy, [act], str(folder), resume, **options)
-        trained, first = journal(folder), after[at]
-        resume, at = newest(folder) if [*folder.glob("*.ckpt")] else (resume, at)
-        stepped = batch // BATCHES * STEPS + batch % BATCHES // 2
-        assert stepped <= at if how == "SIGTERM" else stepped == at  # which has the batches at hand trained on
-        assert events[first : first + len(trained)] == trained
-        assert after[at] - first <= len(trained)
-    last = tmp_path / "last"
-    rest = world(worlds[-1]).run(fit, SHUFFLED, SCALED | COMPUTED[computed][1], (), str(last), resume, **options)
-
-    assert together([expected])[at:] == together(rest)
-    assert events[after[at] :] == journal(last)
-    assert expected.weight == pytest.approx(rest[0].weight, rel=1e-12)
-    assert computed != "reproducibly" or all(expected.state == noted.state for noted in rest)
+    strategy = {"num_replicas": 3} if "augmented" in kind else {}
+    pools = [world(2), world(1)]
+    assert_resumes(pools, tmp_path, Act("save", "batch", epoch, 2), [Order(kind, 24)], [strategy] * 2)
 
 
 TRANSFERS = ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"]
@@ -242,21 +358,24 @@ TRANSFERS = ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_b
 @pytest.mark.parametrize("transfer", TRANSFERS)
 def test_hooks_that_move_batches_may_draw(world, tmp_path, transfer, kind):
     """Saved within a window, which is repeated, and in which the batch draws once more when it is moved."""
-    options = {"accumulate_grad_batches": 2, "transfer": transfer}
-    goes_on([world(2), world(1), world(2)], tmp_path, Act("save", "batch", 0, 2), [Order(kind)], [{}] * 3, **options)
+    options = {"accumulate_grad_batches": 2, "drawing_hook": transfer}
+    pools = [world(2), world(1), world(2)]
+    assert_resumes(pools, tmp_path, Act("save", "batch", 0, 2), [Order(kind)], [{}] * 3, **options)
 
 
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("transfer", TRANSFERS)
 def test_a_batch_that_could_not_be_moved_is_repeated(world, tmp_path, transfer, window):
     """A checkpoint that the error in its hook writes counts the batches before it."""
-    options: dict[str, Any] = {"limit_val_batches": 0, "accumulate_grad_batches": window, "transfer": transfer}
-    expected, *_ = world(1).run(fit, SHUFFLED, {}, (), str(tmp_path / "whole"), **options)
-    world(2).run(fit, SHUFFLED, {}, [Act("error", "transfer", 0, 2)], str(tmp_path / "first"), keep={}, **options)
-    resume, at = newest(tmp_path / "first")
-    rest = world(1).run(fit, SHUFFLED, {}, (), str(tmp_path / "rest"), resume, keep={}, **options)
-    assert at == 2 // window
-    assert together([expected])[at:] == together(rest)
+    options: dict[str, Any] = {"limit_val_batches": 0, "accumulate_grad_batches": window, "drawing_hook": transfer}
+    (expected,) = world(1).run(fit, SHUFFLED, {}, (), str(tmp_path / "whole"), **options)
+    options["model_checkpoint"] = {}
+    error = Act("error", "transfer", 0, 2)
+    world(2).run(fit, SHUFFLED, {}, [error], str(tmp_path / "first"), **options)
+    checkpoint, step = newest(tmp_path / "first")
+    ranks = world(1).run(fit, SHUFFLED, {}, (), str(tmp_path / "rest"), checkpoint, **options)
+    assert step == 2 // window
+    assert join_ranks([expected])[step:] == join_ranks(ranks)
 
 
 def test_another_recipe_is_refused_unless_it_is_meant(world, tmp_path):
@@ -264,52 +383,69 @@ def test_another_recipe_is_refused_unless_it_is_meant(world, tmp_path):
     world(2).run(fit, SHUFFLED, SCALED, [Act("error", "backward", 0, 2)], str(tmp_path / "a"), **WINDOWS)
     changed = {**WINDOWS, "accumulate_grad_batches": 1, "resume": f"{tmp_path}/a/step=1.ckpt"}
     raised = world(2).run_expecting_errors(fit, SHUFFLED, SCALED, folder=str(tmp_path / "b"), **changed)
-    assert ["ValueError"] * 2 == [one.type_name for one in raised]
-    assert all("global_batch_size: 8 in the checkpoint, now 4" in one.message for one in raised)
-    meant = {**SCALED, "allow_recipe_change": True}
-    ranks = world(2).run(fit, SHUFFLED, meant, folder=str(tmp_path / "c"), **changed)
+    for error in raised:
+        assert "ValueError" == error.type_name
+        assert "global_batch_size: 8 in the checkpoint, now 4" in error.message
+    allowed = {**SCALED, "allow_recipe_change": True}
+    ranks = world(2).run(fit, SHUFFLED, allowed, folder=str(tmp_path / "c"), **changed)
     assert [2 * BATCHES - 2] * 2 == [len(noted.steps) for noted in ranks]
 
 
 def test_a_checkpoint_written_after_training_counts_as_one_within_it(world, tmp_path):
     """5 loader batches are 5, in parts of a sample and whole; resumed for another epoch, they are 5 of 10."""
-    act, kept = Act("save", "after"), f"{tmp_path}/step={BATCHES}.ckpt"
-    first = world(2).run(fit, SHUFFLED, {"max_device_batch_size": 1}, [act], str(tmp_path), max_epochs=1)
-    again = world(2).run(fit, SHUFFLED, {}, (), "", kept, max_epochs=2)
-    assert [BATCHES, BATCHES, 2 * BATCHES, 2 * BATCHES] == [noted.batches for noted in first + again]
+    acts = [Act("save", "after")]
+    first = world(2).run(fit, SHUFFLED, {"max_device_batch_size": 1}, acts, str(tmp_path), max_epochs=1)
+    assert [BATCHES] * 2 == [noted.batches for noted in first]
+    resumed = world(2).run(fit, SHUFFLED, {}, (), "", f"{tmp_path}/step={BATCHES}.ckpt", max_epochs=2)
+    assert [2 * BATCHES] * 2 == [noted.batches for noted in resumed]
 
 
 def test_what_was_taken_is_not_loaded_again(world, tmp_path):
     """Of a map-style dataset only indices are passed over; each rank loads its chunks of what remains."""
-    read = [Order("logged", 24)]
-    world(2).run(fit, read, {}, [Act("save", "batch", 0, 3)], str(tmp_path), max_epochs=1)
-    ranks = world(2).run(fit, read, {}, (), "", f"{tmp_path}/step=4.ckpt", max_epochs=1)
+    loaders = [Order("logged", 24)]
+    world(2).run(fit, loaders, {}, [Act("save", "batch", 0, 3)], str(tmp_path), max_epochs=1)
+    ranks = world(2).run(fit, loaders, {}, (), "", f"{tmp_path}/step=4.ckpt", max_epochs=1)
     assert [[[16, 17, 20, 21]], [[18, 19, 22, 23]]] == [noted.loaded for noted in ranks]
 
 
 MISSING = "saved after 3 batches of its epoch.*first 3 batches of the train loader are missing, it ends after 2"
-OTHERS: dict[str, tuple[list[Order], list[Order], str]] = {
-    # What is read before a checkpoint of mid-epoch, and after; and what the errors of all ranks say.
-    "order": (
+
+
+class Unresumable(NamedTuple):
+    """A checkpoint within an epoch that other loaders cannot resume."""
+
+    # The loaders before the checkpoint, and after.
+    before: list[Order]
+    after: list[Order]
+    # What the errors of all ranks match.
+    message: str
+
+
+UNRESUMABLE = {
+    "order": Unresumable(
         [Order("shuffle", 24)],
         [Order("sequential", 24)],
         "saved after 3 batches.*batches of the train loader are not those of the checkpoint.*`generator=`",
     ),
-    **{kind: ([Order(kind, 24)], [Order(kind, 8)], MISSING) for kind in ("sequential", "list")},
-    "several": ([Order("list", 16), Order("list", 80)],) * 2
-    + ("within an epoch, after 3 batches of one of 2 train loaders",),
+    "sequential": Unresumable([Order("sequential", 24)], [Order("sequential", 8)], MISSING),
+    "list": Unresumable([Order("list", 24)], [Order("list", 8)], MISSING),
+    "several": Unresumable(
+        [Order("list", 16), Order("list", 80)],
+        [Order("list", 16), Order("list", 80)],
+        "within an epoch, after 3 batches of one of 2 train loaders",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", UNRESUMABLE)
 def test_what_cannot_go_on_is_an_error_on_all_ranks(world, tmp_path, name):
     """It is found out before a batch is trained on, with advice; what ends too early is no finished epoch."""
-    before, after, message = OTHERS[name]
-    world(2).run(fit, before, {}, [Act("save", "batch", 1, 2)], str(tmp_path))
+    row = UNRESUMABLE[name]
+    world(2).run(fit, row.before, {}, [Act("save", "batch", 1, 2)], str(tmp_path))
     (path,) = tmp_path.glob("*.ckpt")
-    for raised in world(2).run_expecting_errors(fit, after, {}, (), "", str(path), limit_train_batches=6):
+    for raised in world(2).run_expecting_errors(fit, row.after, {}, (), "", str(path), limit_train_batches=6):
         assert raised.type_name in ("RuntimeError", "ValueError")
-        assert re.search(message, raised.message)
+        assert re.search(row.message, raised.message)
 
 
 CONTENT = torch.arange(1000.0)
@@ -321,7 +457,9 @@ def save_and_be_killed(path: Path, call: int) -> None:
     calls = count()
 
     def before(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "c_call" and Path(frame.f_code.co_filename).name in WRITERS and next(calls) == call:
+        if event != "c_call" or Path(frame.f_code.co_filename).name not in WRITERS:
+            return
+        if next(calls) == call:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.setprofile(before)
@@ -366,7 +504,8 @@ def test_a_killed_save_leaves_no_torn_checkpoint(tmp_path, monkeypatch, temporar
         monkeypatch.setattr(tempfile, "tempdir", unfinished)
         found = found_after_kills(tmp_path / "last.ckpt")
     # First the old one, in the end the new one: it was killed before and after the move.
-    assert (1, 2) == (found[0], found[-1])
+    assert 1 == found[0]
+    assert 2 == found[-1]
     assert len(found) > 10
     assert torn == (None in found)
 
@@ -378,23 +517,25 @@ LINKED = {"every_n_train_steps": 2, "save_top_k": -1, "save_last": "link"}
 @pytest.mark.parametrize(
     ("act", "rank", "named", "keep", "kept"),
     [
-        (faults.fail, 0, "ValueError", {}, []),
-        (faults.interrupt, 1, "KeyboardInterrupt", {}, []),
+        (fail, 0, "ValueError", {}, []),
+        (interrupt, 1, "KeyboardInterrupt", {}, []),
         # Rank 0 would have replaced the link by one to a file that is not there.
-        (faults.fail, 0, "ValueError", LINKED, ["last.ckpt", "step=2.ckpt"]),
-        (faults.fail, 1, "ValueError", LINKED, ["last.ckpt", "step=2.ckpt"]),
+        (fail, 0, "ValueError", LINKED, ["last.ckpt", "step=2.ckpt"]),
+        (fail, 1, "ValueError", LINKED, ["last.ckpt", "step=2.ckpt"]),
         # And it would have removed the last checkpoint, whose name is that of the step.
-        (faults.fail, 0, "ValueError", {**LINKED, "save_top_k": 1, "save_last": None}, ["step=2.ckpt"]),
+        (fail, 0, "ValueError", {**LINKED, "save_top_k": 1, "save_last": None}, ["step=2.ckpt"]),
     ],
 )
 def test_a_rank_that_ends_alone_saves_nothing(tmp_path, act, rank, named, keep, kept):
     """It would wait for the others until the timeout, which name it. The checkpoints of before stay."""
-    given = {"keep": {"filename": "{step}", "save_on_exception": True, **keep}, "toy": {"after": 3}}
-    ended = faults.run_ranks(faults.train_quickly, timeout=300, act=act, rank=rank, folder=str(tmp_path), **given)
-    assert ([1, 1], kept) == ([one.exit_code for one in ended], sorted(path.name for path in tmp_path.iterdir()))
-    assert all(torch.load(path, weights_only=True)["global_step"] == 2 for path in tmp_path.iterdir())
-    assert f"rank {rank} ended with {named}" in ended[1 - rank].said
-    assert "ended with" not in ended[rank].said
+    options = {"model_checkpoint": {"filename": "{step}", "save_on_exception": True, **keep}, "toy": {"after": 3}}
+    ends = run_ranks(train_quickly, timeout=300, act=act, rank=rank, folder=str(tmp_path), **options)
+    assert [1, 1] == [end.exit_code for end in ends]
+    assert kept == sorted(path.name for path in tmp_path.iterdir())
+    for path in tmp_path.iterdir():
+        assert 2 == torch.load(path, weights_only=True)["global_step"]
+    assert f"rank {rank} ended with {named}" in ends[1 - rank].said
+    assert "ended with" not in ends[rank].said
 
 
 def test_a_resumed_loader_that_saves_at_once_saves_what_it_has_loaded():

@@ -19,26 +19,26 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 from toys import (
-    AWARE,
     COUNTS,
+    IGNORE_UNUSED_PARAMETERS,
     MLP,
     WEIGHTED,
-    OfFabric,
-    OfTrainer,
+    FabricLoop,
     Seen,
-    alone,
+    TrainerLoop,
     approx,
     flat,
-    loader,
+    make_batches_of_ranks,
+    make_loader,
     same_everywhere,
-    shares,
     train,
+    train_in_one_process,
 )
 
 from lightning_gradavg import GradAvgModelParallelStrategy, global_mean
 from lightning_gradavg.fabric import GradAvgModelParallelStrategy as OfFabricSharded
 
-pytestmark = AWARE
+pytestmark = IGNORE_UNUSED_PARAMETERS
 
 CLIP = 0.5
 """Of the norm of gradients, which are larger."""
@@ -108,7 +108,9 @@ class Layout(NamedTuple):
         nothing = torch.full((1, 8), torch.nan, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
         of_counts = [
             batches if count else [nothing] * steps
-            for count, batches in zip(self.counts, shares(steps, torch.float64, self.counts), strict=True)
+            for count, batches in zip(
+                self.counts, make_batches_of_ranks(steps, torch.float64, self.counts), strict=True
+            )
         ]
         of_ranks = [batches for batches in of_counts for _ in range(self.tensor)]
         if not window:
@@ -138,7 +140,8 @@ class Sharded(MLP):
     def __init__(self, shard: Callable[..., Any] | None = None, kind: str = "weighted_mean") -> None:
         super().__init__()
         self.double()
-        self.shard, self.kind = shard, kind
+        self.shard = shard
+        self.kind = kind
         self.automatic_optimization = kind not in ("manual", "plain backward")
 
     def configure_model(self) -> None:
@@ -151,7 +154,7 @@ class Sharded(MLP):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.kind == "manual":
-            return run_window(OfTrainer(self), self.body, self.optimizers(), batch)
+            return run_window(TrainerLoop(self), self.body, self.optimizers(), batch)
         if self.kind == "unfrozen":
             self.second.requires_grad_(True)
         x, y = batch
@@ -175,7 +178,7 @@ class Sharded(MLP):
 
 
 def in_fabric(layout: Layout, window: int, register: bool = True) -> Seen:
-    loop = OfFabric(OfFabricSharded(layout.shard, **WEIGHTED, **layout.sizes))
+    loop = FabricLoop(OfFabricSharded(layout.shard, **WEIGHTED, **layout.sizes))
     model = loop.fabric.setup_module(Sharded().body)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = loop.fabric.setup_optimizers(optimizer) if register else optimizer
@@ -210,13 +213,14 @@ def test_weights_are_those_of_one_process(world, layout, way):
     if kind == "fabric":
         seen = ranks.run(in_fabric, layout, window)
     else:
-        batches, options = layout.batches(5, window if kind == "manual" else 0), {}
+        batches = layout.batches(5, window if kind == "manual" else 0)
+        options = {}
         if kind != "manual":
             options = {"accumulate_grad_batches": window, "gradient_clip_val": CLIP}
         strategy = {"reduction": "sum" if kind == "sum" else "weighted_mean", **layout.sizes}
         toy = {"shard": layout.shard, "kind": kind}
         seen = ranks.run(train, batches, toy, strategy, None, Sharded, GradAvgModelParallelStrategy, **options)
-    _, *expected = alone(MLP().double(), shares(5, torch.float64), window, CLIP)
+    _, *expected = train_in_one_process(MLP().double(), make_batches_of_ranks(5, torch.float64), window, CLIP)
     torch.testing.assert_close(same_everywhere(seen).weights, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -228,7 +232,7 @@ def test_a_global_mean_is_that_of_one_process(world, layout, of):
     """Under the plain mean, of stock, too: tensor-parallel ranks bring every total and count twice."""
     toy = {"shard": layout.shard, "kind": "global mean"}
     seen = world(layout.ranks).run(train, layout.batches(3), toy, layout.sizes, None, Sharded, of)
-    _, *expected = alone(MLP().double(), shares(3, torch.float64))
+    _, *expected = train_in_one_process(MLP().double(), make_batches_of_ranks(3, torch.float64))
     torch.testing.assert_close(same_everywhere(seen).weights, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -244,10 +248,11 @@ def test_mean_has_the_bits_of_stock_in_full_windows(world):
 
 
 def trained(counts: Sequence[int], epochs: int, resume: str | None = None, save: str | None = None) -> Any:
-    model, layout = Sharded(fsdp), Layout(fsdp, counts)
+    model = Sharded(fsdp)
+    layout = Layout(fsdp, counts)
     strategy = GradAvgModelParallelStrategy(**WEIGHTED, **layout.sizes)
     trainer = make_trainer(strategy, max_epochs=epochs, use_distributed_sampler=False)
-    trainer.fit(model, loader(layout.batches(2)[dist.get_rank()]), ckpt_path=resume)
+    trainer.fit(model, make_loader(layout.batches(2)[dist.get_rank()]), ckpt_path=resume)
     if save is not None:
         trainer.save_checkpoint(save)
     return model.seen.weights[-1]
@@ -300,7 +305,7 @@ class Raising(torch.autograd.Function):
 @on_ranks()
 def test_an_exception_leaves_nothing_of_its_window(shard):
     """FSDP holds the gradients of a window apart until it reduces them; the loop goes on without those of this one."""
-    loop = OfFabric(OfFabricSharded(shard, **WEIGHTED, data_parallel_size=2, tensor_parallel_size=1))
+    loop = FabricLoop(OfFabricSharded(shard, **WEIGHTED, data_parallel_size=2, tensor_parallel_size=1))
     model = loop.fabric.setup_module(nn.Sequential(nn.Linear(2, 1, bias=False)).double())
     optimizer: Any = loop.fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.0))
     rows = torch.ones(1, 2, dtype=torch.float64)

@@ -21,7 +21,7 @@ from test_ranks_evaluation import Lists
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric, SumMetric
-from toys import Toy, loader
+from toys import Toy, make_loader
 
 from lightning_gradavg import GradAvgStrategy
 
@@ -314,7 +314,7 @@ def log_of_stand_ins(split: bool) -> Any:
     module, samples = Logging(), [[1.0, 1.5], [2.75]] if split else [[[1.0], [2.75]], [[1.5]]][dist.get_rank()]
     strategy: Any = {"split_batches": True} if split else {"reduction": "weighted_mean"}
     trainer = make_trainer(GradAvgStrategy(**strategy), max_epochs=1, use_distributed_sampler=False)
-    trainer.fit(module, loader(samples))
+    trainer.fit(module, make_loader(samples))
     assert module.w.grad is None or module.w.grad.isfinite()
     return {name: value.item() for name, value in trainer.callback_metrics.items()}, module.sums.item()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from noted import Act, Order, draws, fit, together
+from noted import Act, Order, drawn_numbers, fit, join_ranks
 from ranks import grid
 from toys import approx, same_everywhere, train
 
@@ -63,8 +63,8 @@ def test_trainer_options_count_loader_batches(world, name, limit):
     (stock,) = world(1).run(fit, read, None, **options)
     ranks = world(3).run(fit, read, {"max_device_batch_size": limit}, **options)
     assert steps == len(stock.steps)
-    assert together([stock]) == together(ranks)
-    assert draws(stock) == draws(ranks[0])
+    assert join_ranks([stock]) == join_ranks(ranks)
+    assert drawn_numbers(stock) == drawn_numbers(ranks[0])
     for noted in ranks:
         assert (stock.validated, stock.set_up) == (noted.validated, noted.set_up)
 
@@ -75,23 +75,25 @@ def test_trainer_options_count_loader_batches(world, name, limit):
 )
 def test_several_loaders_are_read_as_in_stock_lightning(world, mode, kind, sizes, limit):
     """Fetched ahead or not, cycled, exhausted, left early, looked at between: every batch meets its own samples."""
-    read, looks = [Order(kind, size) for size in sizes], [Act("look", "batch start", 0, 1)]
+    read = [Order(kind, size) for size in sizes]
+    looks = [Act("look", "batch start", 0, 1)]
     options: dict[str, Any] = {"mode": mode, "max_epochs": 2, "limit_train_batches": limit}
     (stock,) = world(1).run(fit, read, None, looks, **options)
     ranks = world(2).run(fit, read, {}, looks, **options)
-    assert together([stock]) == together(ranks)
+    assert join_ranks([stock]) == join_ranks(ranks)
     assert approx(stock.weight) == ranks[0].weight
 
 
 @pytest.mark.parametrize("hook", ["start", "batch start", "batch"])
 def test_a_user_may_replace_the_callbacks_of_the_trainer(world, hook):
     """The strategy's own is among them while it trains, and learns of the short last batch."""
-    acts, options = [Act("replace callbacks", hook, 0, 1)], {"accumulate_grad_batches": 2, "max_epochs": 2}
+    acts = [Act("replace callbacks", hook, 0, 1)]
+    options = {"accumulate_grad_batches": 2, "max_epochs": 2}
     read = [Order("shuffle", 18)]
     (stock,) = world(1).run(fit, read, None, acts, **options)
     ranks = world(2).run(fit, read, {"num_replicas": 4}, acts, **options)
-    assert together([stock]) == together(ranks)
-    assert draws(stock) == draws(ranks[0])
+    assert join_ranks([stock]) == join_ranks(ranks)
+    assert drawn_numbers(stock) == drawn_numbers(ranks[0])
 
 
 def changed(batch: Any, device: Any, index: int) -> Any:
@@ -102,13 +104,14 @@ def lengthened(batch: Any, device: Any, index: int) -> Any:
     return [*batch, 0]
 
 
-REPLICAS, UNEQUAL = {"num_replicas": 4}, [Order("list", 8, 8), Order("list", 5, 5)]
+REPLICAS = {"num_replicas": 4}
+UNEQUAL = [Order("list", 8, 8), Order("list", 5, 5)]
 UNWEIGHED = "the number of samples cannot be read from a batch of type list"
 REFUSED: list[tuple[list[Order], dict[str, Any], dict[str, Any], str]] = [
     # What is read, options of the strategy, of the run, and what the errors of all 3 ranks say; one has no samples.
     (UNEQUAL, REPLICAS, {}, "now 8 samples in 2 + 1 + 1 pieces and 5 samples in 2 + 1 + 0 pieces on the ranks"),
-    ([Order("list", 8, 8)], REPLICAS, {"hook": changed}, "samples where the train loader yielded"),
-    (TWO, REPLICAS, {"hook": lengthened}, "is not as the train loader yielded it"),
+    ([Order("list", 8, 8)], REPLICAS, {"transfer_batch_to_device": changed}, "samples where the train loader yielded"),
+    (TWO, REPLICAS, {"transfer_batch_to_device": lengthened}, "is not as the train loader yielded it"),
     # 3, 3 and 2 samples of one beside 2, 2 and 1 of the other: no loader's samples weigh a loss over both.
     (UNEQUAL, {}, {"weighs": False}, UNWEIGHED),
     (UNEQUAL, {"max_device_batch_size": 4}, {"weighs": False}, UNWEIGHED),

@@ -27,29 +27,29 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from toys import (
-    AWARE,
-    DEPRECATED,
     GATHERS,
+    IGNORE_DEPRECATED_GATHER,
+    IGNORE_UNUSED_PARAMETERS,
     MLP,
     WEIGHTED,
-    One,
+    OneWeight,
     Recorded,
     Seen,
     Toy,
-    alone,
     approx,
-    loader,
+    make_batches_of_ranks,
+    make_loader,
     same_everywhere,
-    shares,
     train,
+    train_in_one_process,
 )
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy
 from lightning_gradavg.rules import RULES
 
 pytestmark = [
-    *AWARE,
-    DEPRECATED,
+    *IGNORE_UNUSED_PARAMETERS,
+    IGNORE_DEPRECATED_GATHER,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed"),
     pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor"),
     pytest.mark.filterwarnings("ignore:Found `dataloader_iter`"),
@@ -72,11 +72,13 @@ def test_invariance_grid(world, ranks, accumulation, reduction):
 
 class Stepped(Recorded):
     def __init__(
-        self, step: Callable[[Any, Any], Any], net: Callable[[], nn.Module] = One, by_hand: bool = False
+        self, step: Callable[[Any, Any], Any], net: Callable[[], nn.Module] = OneWeight, by_hand: bool = False
     ) -> None:
         super().__init__(0.1)
         torch.manual_seed(4)
-        self.net, self.step, self.automatic_optimization = net(), step, not by_hand
+        self.net = net()
+        self.step = step
+        self.automatic_optimization = not by_hand
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.step(self, batch)
@@ -88,7 +90,9 @@ def mean_loss(module: Any, batch: Any) -> Tensor:
 
 def by_hand(step: Callable[[Any, Any, Any], Any], start: Any = 1.0) -> Callable[[], Stepped]:
     """Return what makes a module that is optimized by hand: `step` gets its optimizer, too."""
-    return partial(Stepped, lambda module, batch: step(module, batch, module.optimizers()), partial(One, start), True)
+    return partial(
+        Stepped, lambda module, batch: step(module, batch, module.optimizers()), partial(OneWeight, start), True
+    )
 
 
 def direct(module: Any, batch: Tensor, optimizer: Any) -> None:
@@ -189,7 +193,8 @@ def two_numbers() -> nn.ParameterList:
 
 def lost_on_rank_1(way: str, lost: int, weighs: bool, module: Any, batch: Tensor) -> Any:
     """Return the sum over all ranks' rows, and on rank 1 once no loss."""
-    loss, module.calls = GATHERS[way](module, module.net(batch)).sum(), getattr(module, "calls", -1) + 1
+    loss = GATHERS[way](module, module.net(batch)).sum()
+    module.calls = getattr(module, "calls", -1) + 1
     if (dist.get_rank(), module.calls) == (1, lost):
         return None
     return {"loss": loss, "weight": len(batch)} if weighs else loss
@@ -200,7 +205,8 @@ def misspelt(module: Any, batch: Tensor) -> Any:
 
 
 def silent(module: Any, batch: Tensor) -> Tensor | None:
-    again, module.before = batch is getattr(module, "before", None), batch
+    again = batch is getattr(module, "before", None)
+    module.before = batch
     return None if again else mean_loss(module, batch)
 
 
@@ -212,7 +218,7 @@ def without_graph(module: Any, batch: Tensor) -> Any:
 
 def of_kind(kind: str) -> nn.Module:
     """Return a table of float64 and three numbers, of which `kind` says what is special."""
-    other = One([1.0] * 3)
+    other = OneWeight([1.0] * 3)
     other.w.data = other.w.data.to(torch.complex128 if kind == "complex" else torch.float32)
     return nn.Sequential(nn.Embedding(7, 3, sparse=kind == "sparse").double(), other)
 
@@ -233,7 +239,8 @@ POISONS: dict[str, Callable[[Tensor], Any]] = {
 
 def poisoned(poison: str, way: str, module: Any, batch: Tensor) -> Any:
     """Return on rank 1 a poisoned loss of weight 0, over its own rows or those of all ranks."""
-    rows, rank = module.net(batch), dist.get_rank()
+    rows = module.net(batch)
+    rank = dist.get_rank()
     rows = rows if way == "alone" else GATHERS[way](module, rows)
     return {"loss": (POISONS[poison](rows) if rank else rows).sum(), "weight": 1 - rank}
 
@@ -242,8 +249,8 @@ def twice(gradient: Tensor) -> Tensor:
     return 2 * gradient
 
 
-def hooked_one() -> One:
-    one = One()
+def hooked_one() -> OneWeight:
+    one = OneWeight()
     one.w.register_hook(twice)
     return one
 
@@ -386,7 +393,7 @@ RUNS: dict[str, Run] = {
     "a step too many at last": drifts(again_on_rank_1, [1, 1, 1, 1, 1, 7], 6),
     # By the words of DDP: Lightning would name another strategy.
     "unused parameters": Run(
-        partial(MLP, "unused"), shares(3), r"`find_unused_parameters=True`.*did not receive grad.*: 4 5"
+        partial(MLP, "unused"), make_batches_of_ranks(3), r"`find_unused_parameters=True`.*did not receive grad.*: 4 5"
     ),
     # It joins the reduction, whatever the parameters' dtypes and layouts: 1 in 2 rows of 3, and 2 in the other 3.
     **{
@@ -457,10 +464,10 @@ RUNS |= {
         {**WEIGHTED, "nonfinite": "raise"}, options={**EPOCHS, **WINDOW},
     ),
     **{
-        f"an MLP {variant}": as_one(partial(MLP, variant), shares(5), 2)  # the last window is of one
+        f"an MLP {variant}": as_one(partial(MLP, variant), make_batches_of_ranks(5), 2)  # the last window is of one
         for variant in ("checkpoint", "checkpoint_reentrant", "frozen")
     },
-    "an MLP with unused parameters": as_one(partial(MLP, "unused"), shares(5), unused=True),
+    "an MLP with unused parameters": as_one(partial(MLP, "unused"), make_batches_of_ranks(5), unused=True),
     # Case 48.
     "double backward": as_one(
         partial(Stepped, penalty, two_numbers), [[torch.tensor([1.0])], [torch.tensor([2.0])]], 1, 1e-12, True
@@ -486,10 +493,13 @@ def test_a_step_by_hand_or_the_same_error(world, name):
             (one.type_name, re.sub(r"rank \d", "", one.message)) for one in raised
         }
         return
-    seen, expected, weights = same_everywhere(ranks.run(train_run, name)), run.expected, run.weights
+    seen = same_everywhere(ranks.run(train_run, name))
+    expected = run.expected
+    weights = run.weights
     if expected is None:
-        _, *of_one = alone(run.module(), run.of_ranks, run.options["accumulate_grad_batches"])
-        expected, weights = [one.tolist() for one in of_one], True
+        _, *of_one = train_in_one_process(run.module(), run.of_ranks, run.options["accumulate_grad_batches"])
+        expected = [one.tolist() for one in of_one]
+        weights = True
     found = [one.tolist() for one in (seen.weights if weights else seen.gradients)]
     assert [approx(one, run.tolerance) for one in expected] == found
 
@@ -506,7 +516,7 @@ def test_mixed_precision(world, precision, scale, tolerance, window):
     draw = torch.Generator().manual_seed(10)
     rows = [[torch.randn(n, 6, generator=draw) for _ in range(window)] for n in (3, 1)]
     (found,) = same_everywhere(world(2).run(train_mixed, rows, precision, scale)).weights
-    before, expected = alone(MIXED(), rows, window)
+    before, expected = train_in_one_process(MIXED(), rows, window)
     assert torch.linalg.norm(found - expected) <= tolerance * torch.linalg.norm(expected - before)
 
 
@@ -517,7 +527,7 @@ def test_the_monitor_waits_for_a_step_that_is_taken():
     monitor = GradAvgMonitor(100, check_data=False)
     trainer = make_trainer(strategy, max_epochs=1, callbacks=[monitor], use_distributed_sampler=False)
     strategy.observe_next_step()
-    trainer.fit(Stepped(mean_loss), loader([[[torch.nan, 2.0][dist.get_rank()]], [2.0 + 2 * dist.get_rank()]]))
+    trainer.fit(Stepped(mean_loss), make_loader([[[torch.nan, 2.0][dist.get_rank()]], [2.0 + 2 * dist.get_rank()]]))
     assert strategy.report().gradient_norm == 3
 
 
@@ -583,7 +593,8 @@ def test_ignored_targets_are_looked_for_on_the_host(world):
 
 def resume_from_stock(path: str) -> int:
     """Body: continue a checkpoint of stock DDP under a rule; return how many times the steps of the first it has."""
-    batches, steps = loader([[1.0], [2.0]]), list[int]()
+    batches = make_loader([[1.0], [2.0]])
+    steps = list[int]()
     for epochs, strategy in enumerate((DDPStrategy(), GradAvgStrategy(reduction="weighted_mean")), 1):
         trainer = make_trainer(strategy, max_epochs=epochs, use_distributed_sampler=False)
         trainer.fit(Stepped(mean_loss), batches, ckpt_path=path if epochs > 1 else None)
@@ -624,7 +635,7 @@ def count_reductions(reduction: str | None, micro_batches: int, window: int) -> 
     strategy = DDPStrategy(**given) if reduction is None else GradAvgStrategy(reduction=reduction, **given)
     trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False, accumulate_grad_batches=window)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
-        trainer.fit(model, loader([[1.0 + dist.get_rank()]] * micro_batches))
+        trainer.fit(model, make_loader([[1.0 + dist.get_rank()]] * micro_batches))
     assert model.hooks == 0
     sizes = Counter(int(np.prod(e.input_shapes[0])) for e in record.events() if e.name == "gloo:all_reduce")
     sizes[0] = sum(e.name.startswith("gloo:all_to_all") for e in record.events())

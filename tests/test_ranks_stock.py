@@ -23,13 +23,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from torch.utils.weak import TensorWeakRef
-from toys import AWARE, Toy, approx, flat, loader
+from toys import IGNORE_UNUSED_PARAMETERS, Stream, Toy, approx, flat, make_loader
 
 from lightning_gradavg import GradAvgStrategy
 
-pytestmark = [*AWARE, pytest.mark.filterwarnings("ignore:.*was configured without any hooks to monitor")]
+pytestmark = [
+    *IGNORE_UNUSED_PARAMETERS,
+    pytest.mark.filterwarnings("ignore:.*was configured without any hooks to monitor"),
+]
 WIDTH, SAMPLES, STEPS = 32, 4, 10
 LARGE = 4 * WIDTH * WIDTH
 """The bytes of a layer's weight. No activation has as many."""
@@ -138,7 +141,7 @@ class Nets(LightningModule):
     def train_dataloader(self) -> Any:
         generator = torch.Generator().manual_seed(100 + dist.get_rank())
         count = STEPS * self.scenario.window
-        return loader([torch.randn(SAMPLES, WIDTH, generator=generator) for _ in range(count)])
+        return make_loader([torch.randn(SAMPLES, WIDTH, generator=generator) for _ in range(count)])
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.recorder is not None:
@@ -413,7 +416,7 @@ def test_two_windows_that_are_open_at_once_by_hand(of):
     """1 - 0.1 * ((1 + 3) / 2 + (5 + 7) / 2) / 2 = 0.6, for both numbers."""
     module, batches = TwoByHand(), [[[1.0], [3.0]], [[5.0], [7.0]]][dist.get_rank()]
     trainer = make_trainer(of(**UNUSED), max_epochs=1, use_distributed_sampler=False)
-    trainer.fit(module, loader(batches))
+    trainer.fit(module, make_loader(batches))
     assert (approx(0.6), approx(0.6)) == (module.a.item(), module.b.item())
 
 
@@ -427,7 +430,7 @@ class Shortened(Nets):
 
     def train_dataloader(self) -> Any:
         batches = [batch for (batch,) in zip(super().train_dataloader())]
-        return loader(batches[:-1])
+        return make_loader(batches[:-1])
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         super().on_before_optimizer_step(optimizer)
@@ -460,16 +463,6 @@ def test_a_short_window_is_multiplied_once_after_its_reduction(world, window, cl
         assert its_peak == peak
 
 
-class Stream(IterableDataset[Any]):
-    """Of no known length."""
-
-    def __init__(self, batches: Sequence[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-
 class Kept(Toy):
     """Its gradients add up over the windows."""
 
@@ -489,7 +482,7 @@ def test_a_short_window_by_hand(module, expected, sized, options):
     trainer = make_trainer(
         GradAvgStrategy(**options), max_epochs=1, use_distributed_sampler=False, accumulate_grad_batches=2
     )
-    trainer.fit(toy, DataLoader(Stream(batches), batch_size=None) if not sized else loader(batches))
+    trainer.fit(toy, DataLoader(Stream(batches), batch_size=None) if not sized else make_loader(batches))
     assert [approx(number) for number in expected] == [gradient.item() for gradient in toy.seen.gradients]
 
 
@@ -509,7 +502,7 @@ def test_a_window_that_is_cut_off(sized):
     for of in (DDPStrategy, GradAvgStrategy):
         toy = CutOff(lr=0.0)
         trainer = make_trainer(of(), max_epochs=2, use_distributed_sampler=False, accumulate_grad_batches=2)
-        trainer.fit(toy, loader(batches) if sized else DataLoader(Stream(batches), batch_size=None))
+        trainer.fit(toy, make_loader(batches) if sized else DataLoader(Stream(batches), batch_size=None))
         found.append([gradient.item() for gradient in toy.seen.gradients])
     mean_of_window = (1.5 * 10 + (10 + 1 + 20 + 2) / 2) / 2
     assert approx(mean_of_window) == found[0][0]
@@ -522,7 +515,7 @@ def test_ranks_that_have_fewer_batches_by_hand(module, expected):
     """The means are those of 1 and 2, of 3 and 4, and 6: what was there before is not multiplied."""
     toy, batches = module(lr=0.0), [[[1.0], [3.0]], [[2.0], [4.0], [6.0]]][dist.get_rank()]
     trainer = make_trainer(GradAvgStrategy(), max_epochs=1, use_distributed_sampler=False)
-    trainer.fit(toy, loader(batches))
+    trainer.fit(toy, make_loader(batches))
     assert [approx(number) for number in expected] == [gradient.item() for gradient in toy.seen.gradients]
 
 
@@ -553,7 +546,7 @@ def test_a_batch_is_freed_when_stock_frees_it(reduction):
     for strategy in (DDPStrategy(), GradAvgStrategy(reduction=reduction)):
         toy = Watched(lr=0.0)
         trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False, num_sanity_val_steps=0)
-        trainer.fit(toy, loader([[1.0], [2.0]]), loader([[1.0]]))
+        trainer.fit(toy, make_loader([[1.0], [2.0]]), make_loader([[1.0]]))
         found.append(toy.is_alive)
     assert [False, False] == found
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.nn import functional as differentiable
 from torchmetrics import SumMetric
-from toys import Toy, loader
+from toys import Toy, make_loader
 
 from lightning_gradavg import GradAvgStrategy, gather
 from lightning_gradavg._lightning import user_collectives
@@ -162,7 +162,7 @@ def fit(does: str, runs_out: bool, strategy: dict[str, Any]) -> Any:
         return rows
 
     with mock.patch.object(nn.SyncBatchNorm, "forward", synchronized):
-        make_trainer(GradAvgStrategy(**of, **strategy), **options).fit(module, loader(batches))
+        make_trainer(GradAvgStrategy(**of, **strategy), **options).fit(module, make_loader(batches))
     assert type(module).training_step is Own.training_step
     assert "training_step" not in vars(module)
     return module.found, module.had_samples, module.watched
@@ -222,7 +222,7 @@ def mark(counts: list[int] | None, epochs: int, **strategy: Any) -> Any:
     module = Marked()
     batches = [[1.0, 2.0], [3.0]] if counts is None else [[1.0]] * counts[dist.get_rank()]
     options: dict[str, Any] = {"max_epochs": epochs, "use_distributed_sampler": False}
-    make_trainer(GradAvgStrategy(**strategy), **options).fit(module, loader(batches))
+    make_trainer(GradAvgStrategy(**strategy), **options).fit(module, make_loader(batches))
     return module.modes, module.without
 
 

@@ -1,12 +1,19 @@
-"""REFUSED: what a user may get wrong, the exception, and what its text must contain; the same on all ranks."""
+"""REFUSED: options that a user may get wrong, the exception, and what its text contains; the same on all ranks.
+
+To add a row, append a `Refusal` to the group of its option. A wrong value is a ValueError, a wrong type or an unknown
+name a TypeError. Each of `parts` is something the user needs: the value as it was given, what is accepted or what
+contradicts it, and what to do. `test_options` makes a `GradAvgStrategy` with these options in one process: options are
+checked before a run begins, from nothing but themselves, so all ranks raise the same. Calls that are refused stand
+below, in CALLS.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -14,84 +21,125 @@ import pytorch_lightning
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from toys import Toy, loader
+from toys import Toy, make_loader
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, Share
 from lightning_gradavg._lightning.options import PRESETS
 from lightning_gradavg.rules import RULES
 
-NAMES = "'mean', 'sum', 'weighted_mean', 'normalized_sum'"
-SCALINGS = "'none', 'linear', 'sqrt', 'adam_sde'"
-RUNS = "'data_parallel', 'single_device', None"
-NOT_SPLIT = "the chunks of split_batches=True, not set here"
-SPLIT: dict[str, Any] = {"split_batches": True}
-PRESET: dict[str, Any] = {"equivalent_to": "data_parallel"}
-SINGLE: dict[str, Any] = {"equivalent_to": "single_device"}
-BITS: dict[str, Any] = {"reproducible": True, "num_replicas": 2}
+
+class Refusal(NamedTuple):
+    """A row of REFUSED."""
+
+    # Options of `GradAvgStrategy`.
+    options: dict[str, Any]
+    error: type[Exception]
+    # What the text contains, in any order.
+    parts: Sequence[str]
 
 
 def own_rule(place: Any, weight: Any) -> Share:
     return Share(1.0, weight)
 
 
-# A wrong value is a ValueError, a wrong type or an unknown name a TypeError. The texts quote the value, list what is
-# accepted or contradicted, and say what to do.
+# Options, and texts, of several rows.
+SPLIT: dict[str, Any] = {"split_batches": True}
+DATA_PARALLEL: dict[str, Any] = {"equivalent_to": "data_parallel"}
+SINGLE_DEVICE: dict[str, Any] = {"equivalent_to": "single_device"}
+REPRODUCIBLE: dict[str, Any] = {"reproducible": True, "num_replicas": 2}
+RULE_NAMES = "'mean', 'sum', 'weighted_mean', 'normalized_sum'"
+SCALING_NAMES = "'none', 'linear', 'sqrt', 'adam_sde'"
+PRESET_NAMES = "'data_parallel', 'single_device', None"
+NOT_SPLIT = "the chunks of split_batches=True, not set here"
+
 # fmt: off
-REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
-    ({"reduction": "weighted_meen"}, ValueError, ["is not a rule. Did you mean 'weighted_mean'? Use one of", NAMES]),
-    ({"reduction": 3}, TypeError, ["got 3 of type int", NAMES, "or a function (place, weight) -> Share"]),
-    ({**SPLIT, "reduction": "mean_of_node_means"}, ValueError, ["'mean_of_node_means'", "split_batches=True", "Use"]),
-    ({**PRESET, "reduction": "sum_of_node_means"}, ValueError, ["'sum_of_node_means'", "'mean', 'weighted_mean'"]),
-    ({"equivalent_to": "single_devise"}, ValueError, ["Did you mean 'single_device'?"]),
-    ({"equivalent_to": True}, ValueError, ["equivalent_to=True", RUNS]),
-    *(({**PRESET, name: False}, ValueError, [f"{name}=False", "equivalent_to='data_parallel'", "Leave"])
-      for name in ("split_batches", "exact_evaluation", "broadcast_buffers", "forward_sync_buffers")),
-    ({**SINGLE, "num_replicas": 4}, ValueError, ["num_replicas=4", "equivalent_to='single_device'"]),
-    ({**PRESET, "max_device_batch_size": 2}, ValueError, ["max_device_batch_size=2", "torch.utils.checkpoint"]),
-    ({**SPLIT, "num_replicas": 2, "max_device_batch_size": 4}, ValueError, ["batch_size=4", "num_replicas=2"]),
-    ({"num_replicas": 0}, ValueError, ["got 0", "an integer >= 1, or None"]),
-    ({"num_replicas": 2.5}, TypeError, ["num_replicas=2.5", "give int or None"]),
-    ({"num_replicas": True}, TypeError, ["num_replicas=True", "give int or None"]),
-    ({"num_replicas": 4}, ValueError, ["num_replicas=4", NOT_SPLIT, "Set it, or choose the loader's batch_size"]),
-    ({"split_batches": "false"}, TypeError, ["split_batches='false'", "give bool or None"]),
-    ({"max_device_batch_size": 4}, ValueError, ["max_device_batch_size=4", NOT_SPLIT, "accumulate_grad_batches"]),
-    ({**SPLIT, "max_device_batch_size": 0}, ValueError, ["got 0", "an integer >= 1, or None"]),
-    ({"lr_scaling": "lineal"}, ValueError, ["Did you mean 'linear'?", SCALINGS, "or a function scale -> factor"]),
-    ({"lr_scaling": 2}, TypeError, ["got 2 of type int", SCALINGS]),
-    ({"lr_scaling": "linear", "base_batch_size": -1}, ValueError, ["got -1", "an integer >= 1"]),
-    ({"base_world_size": 0}, ValueError, ["got 0", "an integer >= 1"]),
-    ({**SPLIT, "base_world_size": 2}, ValueError, ["base_world_size=2 says nothing", "Give base_batch_size"]),
-    ({"base_world_size": None}, TypeError, ["base_world_size=None", "give int"]),
-    ({"lr_scaling": "linear", "lr_warmup_steps": -1}, ValueError, ["lr_warmup_steps=-1", "must be 0 or more"]),
-    ({"lr_warmup_steps": 10}, ValueError, ["lr_warmup_steps=10", "lr_scaling='none'", "Choose an lr_scaling"]),
-    ({"nonfinite": "drop_rank"}, ValueError, ["'drop_rank' is not one of 'propagate', 'raise', 'skip_step'"]),
-    ({**BITS, "nonfinite": "raise"}, ValueError, ["nonfinite='raise'", "reproducible=True", "Leave one"]),
-    ({"reproducible": True, **SINGLE}, ValueError, ["'single_device' contradicts", "equivalent_to='data_parallel'"]),
-    ({"reproducible": True}, ValueError, ["reproducible=True needs num_replicas", "got None"]),
-    ({**BITS, "static_graph": True}, ValueError, ["static_graph=True contradicts reproducible=True"]),
-    ({**BITS, "ddp_comm_hook": own_rule}, ValueError, ["ddp_comm_hook=<function own_rule", "reproducible=True"]),
-    ({"check_replicas_every_n_steps": 0}, ValueError, ["got 0", "an integer >= 1, or None"]),
-    ({"log_hyperparams": "no"}, TypeError, ["log_hyperparams='no'", "give bool"]),
-    ({"model_averaging_period": 3}, ValueError, ["model_averaging_period=3", "instead of reducing gradients", "Leave"]),
-    ({"start_method": "thread"}, ValueError, ["start_method='thread'", "'popen', 'spawn', 'fork', 'forkserver'"]),
-    ({"timeout": 30}, TypeError, ["timeout=30", "give timedelta or None"]),
-    *(({name: "some"}, ValueError, [f"{name}='some' reduces gradients over some of the run's ranks", "DDPStrategy"])
-      for name in ("process_group", "device_mesh")),
-    ({"reducton": "sum"}, TypeError, ["reducton='sum'", "is not an option", "Did you mean 'reduction'?"]),
-    ({"find_unused": True}, TypeError, ["is not an option", "Did you mean 'find_unused_parameters'?"]),
-    ({"power_sgd_rank": 2}, TypeError, ["power_sgd_rank=2", "It has reduction, equivalent_to, num_replicas"]),
+REFUSED: list[Refusal] = [
+    # Rules.
+    Refusal({"reduction": "weighted_meen"}, ValueError,
+            ["is not a rule. Did you mean 'weighted_mean'? Use one of", RULE_NAMES]),
+    Refusal({"reduction": 3}, TypeError, ["got 3 of type int", RULE_NAMES, "or a function (place, weight) -> Share"]),
+    Refusal({**SPLIT, "reduction": "mean_of_node_means"}, ValueError,
+            ["'mean_of_node_means'", "split_batches=True", "Use"]),
+    Refusal({**DATA_PARALLEL, "reduction": "sum_of_node_means"}, ValueError,
+            ["'sum_of_node_means'", "'mean', 'weighted_mean'"]),
+    # Presets.
+    Refusal({"equivalent_to": "single_devise"}, ValueError, ["Did you mean 'single_device'?"]),
+    Refusal({"equivalent_to": True}, ValueError, ["equivalent_to=True", PRESET_NAMES]),
+    Refusal({**DATA_PARALLEL, "split_batches": False}, ValueError,
+            ["split_batches=False", "equivalent_to='data_parallel'", "Leave"]),
+    Refusal({**DATA_PARALLEL, "exact_evaluation": False}, ValueError,
+            ["exact_evaluation=False", "equivalent_to='data_parallel'", "Leave"]),
+    Refusal({**DATA_PARALLEL, "broadcast_buffers": False}, ValueError,
+            ["broadcast_buffers=False", "equivalent_to='data_parallel'", "Leave"]),
+    Refusal({**DATA_PARALLEL, "forward_sync_buffers": False}, ValueError,
+            ["forward_sync_buffers=False", "equivalent_to='data_parallel'", "Leave"]),
+    Refusal({**SINGLE_DEVICE, "num_replicas": 4}, ValueError, ["num_replicas=4", "equivalent_to='single_device'"]),
+    Refusal({**DATA_PARALLEL, "max_device_batch_size": 2}, ValueError,
+            ["max_device_batch_size=2", "torch.utils.checkpoint"]),
+    # How a batch is split.
+    Refusal({**SPLIT, "num_replicas": 2, "max_device_batch_size": 4}, ValueError, ["batch_size=4", "num_replicas=2"]),
+    Refusal({"num_replicas": 0}, ValueError, ["got 0", "an integer >= 1, or None"]),
+    Refusal({"num_replicas": 2.5}, TypeError, ["num_replicas=2.5", "give int or None"]),
+    Refusal({"num_replicas": True}, TypeError, ["num_replicas=True", "give int or None"]),
+    Refusal({"num_replicas": 4}, ValueError,
+            ["num_replicas=4", NOT_SPLIT, "Set it, or choose the loader's batch_size"]),
+    Refusal({"split_batches": "false"}, TypeError, ["split_batches='false'", "give bool or None"]),
+    Refusal({"max_device_batch_size": 4}, ValueError,
+            ["max_device_batch_size=4", NOT_SPLIT, "accumulate_grad_batches"]),
+    Refusal({**SPLIT, "max_device_batch_size": 0}, ValueError, ["got 0", "an integer >= 1, or None"]),
+    # Learning rates.
+    Refusal({"lr_scaling": "lineal"}, ValueError,
+            ["Did you mean 'linear'?", SCALING_NAMES, "or a function scale -> factor"]),
+    Refusal({"lr_scaling": 2}, TypeError, ["got 2 of type int", SCALING_NAMES]),
+    Refusal({"lr_scaling": "linear", "base_batch_size": -1}, ValueError, ["got -1", "an integer >= 1"]),
+    Refusal({"base_world_size": 0}, ValueError, ["got 0", "an integer >= 1"]),
+    Refusal({**SPLIT, "base_world_size": 2}, ValueError, ["base_world_size=2 says nothing", "Give base_batch_size"]),
+    Refusal({"base_world_size": None}, TypeError, ["base_world_size=None", "give int"]),
+    Refusal({"lr_scaling": "linear", "lr_warmup_steps": -1}, ValueError, ["lr_warmup_steps=-1", "must be 0 or more"]),
+    Refusal({"lr_warmup_steps": 10}, ValueError, ["lr_warmup_steps=10", "lr_scaling='none'", "Choose an lr_scaling"]),
+    # Faults, and the same bits.
+    Refusal({"nonfinite": "drop_rank"}, ValueError, ["'drop_rank' is not one of 'propagate', 'raise', 'skip_step'"]),
+    Refusal({**REPRODUCIBLE, "nonfinite": "raise"}, ValueError,
+            ["nonfinite='raise'", "reproducible=True", "Leave one"]),
+    Refusal({"reproducible": True, **SINGLE_DEVICE}, ValueError,
+            ["'single_device' contradicts", "equivalent_to='data_parallel'"]),
+    Refusal({"reproducible": True}, ValueError, ["reproducible=True needs num_replicas", "got None"]),
+    Refusal({**REPRODUCIBLE, "static_graph": True}, ValueError, ["static_graph=True contradicts reproducible=True"]),
+    Refusal({**REPRODUCIBLE, "ddp_comm_hook": own_rule}, ValueError,
+            ["ddp_comm_hook=<function own_rule", "reproducible=True"]),
+    Refusal({"check_replicas_every_n_steps": 0}, ValueError, ["got 0", "an integer >= 1, or None"]),
+    # Options of DDPStrategy.
+    Refusal({"log_hyperparams": "no"}, TypeError, ["log_hyperparams='no'", "give bool"]),
+    Refusal({"model_averaging_period": 3}, ValueError,
+            ["model_averaging_period=3", "instead of reducing gradients", "Leave"]),
+    Refusal({"start_method": "thread"}, ValueError,
+            ["start_method='thread'", "'popen', 'spawn', 'fork', 'forkserver'"]),
+    Refusal({"timeout": 30}, TypeError, ["timeout=30", "give timedelta or None"]),
+    Refusal({"process_group": "some"}, ValueError,
+            ["process_group='some' reduces gradients over some of the run's ranks", "DDPStrategy"]),
+    Refusal({"device_mesh": "some"}, ValueError,
+            ["device_mesh='some' reduces gradients over some of the run's ranks", "DDPStrategy"]),
+    # Options that there are not.
+    Refusal({"reducton": "sum"}, TypeError, ["reducton='sum'", "is not an option", "Did you mean 'reduction'?"]),
+    Refusal({"find_unused": True}, TypeError, ["is not an option", "Did you mean 'find_unused_parameters'?"]),
+    Refusal({"power_sgd_rank": 2}, TypeError, ["power_sgd_rank=2", "It has reduction, equivalent_to, num_replicas"]),
 ]
 # fmt: on
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "parts"), REFUSED, ids=lambda given: " ".join(given) if isinstance(given, dict) else None
-)
-def test_options(options, error, parts):
-    with pytest.raises(error) as refused:
-        GradAvgStrategy(**options)
-    assert refused.type is error
-    assert [] == [part for part in parts if part not in str(refused.value)], refused.value
+def id_of(row: Refusal) -> str:
+    """Return the options of a row as text, a function by its name."""
+    return ", ".join(f"{name}={getattr(value, '__name__', repr(value))}" for name, value in row.options.items())
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=id_of)
+def test_options(row):
+    with pytest.raises(row.error) as refused:
+        GradAvgStrategy(**row.options)
+    # Not a class that derives from it.
+    assert refused.type is row.error
+    missing = [part for part in row.parts if part not in str(refused.value)]
+    assert [] == missing, refused.value
 
 
 def train_on(devices: int, strategy: Any = "gradavg", **environment: str) -> Trainer:
@@ -107,39 +155,66 @@ def in_notebook(strategy: Any) -> Trainer:
         return Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
 
 
-SLURM = {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"}
-SLURM |= dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
+SLURM = {
+    "SLURM_NTASKS": "1",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+}
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
 
-UNNAMED: Any = ["sum"]
+
+class RefusedCall(NamedTuple):
+    """A row of CALLS."""
+
+    call: Callable[[], Any]
+    error: type[Exception]
+    # What the text contains.
+    message: str
+
+
+def make_strategy_by_position() -> GradAvgStrategy:
+    options: Any = ["sum"]
+    return GradAvgStrategy(*options)
+
+
+def train_with_monitor_and_other_strategy() -> None:
+    trainer = Trainer(accelerator="cpu", max_epochs=1, logger=False, callbacks=[GradAvgMonitor()])
+    trainer.fit(Toy(), make_loader([[1]]))
+
 
 # fmt: off
-CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: GradAvgStrategy(*UNNAMED), TypeError, "takes its options by name, such as reduction='sum'; got ('sum',)"),
-    (lambda: GradAvgMonitor(every_n_steps=0), ValueError, "every_n_steps must be an integer >= 1, or None, got 0"),
-    (lambda: GradAvgMonitor(every_n_steps=True), TypeError, "an integer >= 1, or None, got True of type bool."),
-    (lambda: Trainer(accelerator="cpu", max_epochs=1, logger=False, callbacks=[GradAvgMonitor()])
-     .fit(Toy(), loader([[1]])), TypeError, "the Trainer has a SingleDeviceStrategy. Use Trainer(strategy='gradavg')"),
-    (lambda: GradAvgStrategy().fingerprint(), RuntimeError, "before the Trainer has begun a run"),
-    (lambda: GradAvgStrategy().report(), RuntimeError,
-     "no optimizer step was observed. Add GradAvgMonitor() to the Trainer's callbacks, or"),
-    (lambda: Fabric(strategy=GradAvgStrategy(), accelerator="cpu", devices=2), ValueError,
-     "for Fabric, lightning_gradavg.fabric has another"),
-    (lambda: pytorch_lightning.Trainer(strategy=GradAvgStrategy()), ValueError,
-     "lightning.pytorch.Trainer, of the package `lightning`"),
-    (lambda: in_notebook("gradavg_weighted"), MisconfigurationException,
-     "no notebook can. Use GradAvgStrategy(start_method='fork'), or Trainer(strategy='gradavg_notebook')."),
-    (lambda: train_on(2, **SLURM), MisconfigurationException,
-     "SLURM_NTASKS=1 processes, but Trainer(devices=2, num_nodes=1) trains on 2"),
-    (lambda: train_on(4, **TORCHRUN), ValueError, "(4 * 1) does not match the world size (2)"),
+CALLS: list[RefusedCall] = [
+    RefusedCall(make_strategy_by_position, TypeError,
+                "takes its options by name, such as reduction='sum'; got ('sum',)"),
+    RefusedCall(lambda: GradAvgMonitor(every_n_steps=0), ValueError,
+                "every_n_steps must be an integer >= 1, or None, got 0"),
+    RefusedCall(lambda: GradAvgMonitor(every_n_steps=True), TypeError,
+                "an integer >= 1, or None, got True of type bool."),
+    RefusedCall(train_with_monitor_and_other_strategy, TypeError,
+                "the Trainer has a SingleDeviceStrategy. Use Trainer(strategy='gradavg')"),
+    RefusedCall(lambda: GradAvgStrategy().fingerprint(), RuntimeError, "before the Trainer has begun a run"),
+    RefusedCall(lambda: GradAvgStrategy().report(), RuntimeError,
+                "no optimizer step was observed. Add GradAvgMonitor() to the Trainer's callbacks, or"),
+    RefusedCall(lambda: Fabric(strategy=GradAvgStrategy(), accelerator="cpu", devices=2), ValueError,
+                "for Fabric, lightning_gradavg.fabric has another"),
+    RefusedCall(lambda: pytorch_lightning.Trainer(strategy=GradAvgStrategy()), ValueError,
+                "lightning.pytorch.Trainer, of the package `lightning`"),
+    RefusedCall(lambda: in_notebook("gradavg_weighted"), MisconfigurationException,
+                "no notebook can. Use GradAvgStrategy(start_method='fork'), or Trainer(strategy='gradavg_notebook')."),
+    RefusedCall(lambda: train_on(2, **SLURM), MisconfigurationException,
+                "SLURM_NTASKS=1 processes, but Trainer(devices=2, num_nodes=1) trains on 2"),
+    RefusedCall(lambda: train_on(4, **TORCHRUN), ValueError, "(4 * 1) does not match the world size (2)"),
 ]
 # fmt: on
 
 
-@pytest.mark.parametrize(("call", "error", "message"), CALLS, ids=[message for *_, message in CALLS])
-def test_calls(call, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        call()
+@pytest.mark.parametrize("row", CALLS, ids=lambda row: row.message)
+def test_calls(row):
+    with pytest.raises(row.error, match=re.escape(row.message)):
+        row.call()
 
 
 def test_a_notebook_forks():
@@ -149,8 +224,11 @@ def test_a_notebook_forks():
 @pytest.mark.parametrize("name", [None, *PRESETS])
 def test_what_options_come_to(name):
     """Presets split batches, whose mean is over samples, and evaluate exactly; without one it is stock DDP."""
-    preset = name is not None
-    found = GradAvgStrategy(equivalent_to=name)._options
-    assert (preset, preset, preset) == (found.split_batches, found.exact_evaluation, found.replicated)
-    assert (preset, name == "single_device") == (found.rule != RULES["mean"], found.one_device)
+    is_preset = name is not None
+    options = GradAvgStrategy(equivalent_to=name)._options
+    assert is_preset == options.split_batches
+    assert is_preset == options.exact_evaluation
+    assert is_preset == options.replicated
+    assert is_preset == (options.rule != RULES["mean"])
+    assert (name == "single_device") == options.one_device
     assert {"bucket_cap_mb": 1.0} == GradAvgStrategy(bucket_cap_mb=1.0, init_sync=True)._ddp_kwargs

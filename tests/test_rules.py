@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cases import root
+from case_parts import root
 
 from lightning_gradavg._support.place import Place
 from lightning_gradavg.rules import RULES, Rule, Share, resolve_rule, share_of

@@ -61,7 +61,8 @@ def test_all_generators_are_put_back(fails):
 @pytest.mark.gpu
 def test_the_device_draws_from_the_stream_without_a_wait() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    before, mode = torch.cuda.get_rng_state(device), torch.cuda.get_sync_debug_mode()
+    before = torch.cuda.get_rng_state(device)
+    mode = torch.cuda.get_sync_debug_mode()
     seen = defaultdict[tuple[int, int], list[Tensor]](list)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -76,9 +76,16 @@ def test_defect_can_be_planted(mutation):
 
 def world_of_torchrun() -> World:
     """Have the process count as one of torchrun's, and return the world of a benchmark in the process group."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
-    os.environ.update({name: str(value) for name, value in {**told, "TORCHELASTIC_RUN_ID": 1}.items()})
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        GROUP_RANK="0",
+        TORCHELASTIC_RUN_ID="1",
+    )
     return World(torch.device("cpu"), size)
 
 
@@ -149,10 +156,19 @@ def is_of_self(node: ast.AST) -> bool:
 
 def test_only_one_file_uses_private_names_of_base_classes():
     """What a class uses as `self._name`, a class of the package defines or sets; ruff finds the names of all else."""
-    paths = [path for path in PACKAGE.rglob("*.py") if path.name != "internals.py"]
-    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text("utf-8")))]
-    own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    own |= {node.attr for node in nodes if is_of_self(node) and isinstance(node.ctx, ast.Store)}
-    used = {node.attr for node in nodes if is_of_self(node)}
-    assert OF_NAMEDTUPLE == {name for name in used - own if name.startswith("_") and not name.startswith("__")}
+    defined = set()
+    used = set()
+    for path in PACKAGE.rglob("*.py"):
+        if path.name == "internals.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                defined.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                defined.add(node.id)
+            elif isinstance(node, ast.Attribute) and is_of_self(node):
+                used.add(node.attr)
+                if isinstance(node.ctx, ast.Store):
+                    defined.add(node.attr)
+    private = {name for name in used - defined if name.startswith("_") and not name.startswith("__")}
+    assert OF_NAMEDTUPLE == private

@@ -66,8 +66,14 @@ def _isolation() -> Iterator[None]:
 
 
 def _pools(**options: Any) -> Iterator[Callable[[int], RankPool]]:
+    """Yield a function of the number of ranks. It makes a pool once, and closes all pools at the end."""
     with ExitStack() as stack:
-        yield cache(lambda world_size: stack.enter_context(closing(RankPool(world_size, **options))))
+
+        @cache
+        def pool_of(world_size: int) -> RankPool:
+            return stack.enter_context(closing(RankPool(world_size, **options)))
+
+        yield pool_of
 
 
 @pytest.fixture(scope="session")

@@ -60,6 +60,10 @@ def global_batch_loader(
     shuffle_seed: int | None = None,
 ) -> DataLoader[Sample]:
     """Return this rank's loader, or that of one process without a trainer; `collate` may get an empty list."""
-    rank, world_size = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
+    rank = 0
+    world_size = 1
+    if trainer is not None:
+        rank = trainer.global_rank
+        world_size = trainer.world_size
     batches = GlobalBatchSampler(len(samples), loader_batch_size, rank=rank, world_size=world_size, seed=shuffle_seed)
     return DataLoader(samples, batch_sampler=batches, collate_fn=collate)  # type: ignore[arg-type]  # a sequence is a map-style data set

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import lightning
 import torch
@@ -60,8 +61,12 @@ Comparisons = Mapping[str, Mapping[str, Comparison]]
 
 def compare(reference: TaskResult, result: TaskResult) -> Comparison:
     """Return the maxima of ||w - w_ref|| / ||w_ref|| and |l - l_ref| / |l_ref|, in float64; NaN where any number is."""
-    pairs = [(result.weights[name].double(), w.double()) for name, w in reference.weights.items()]
-    weights = torch.stack([(w - w_ref).norm() / w_ref.norm() for w, w_ref in pairs])
+    differences = []
+    for name, weight in reference.weights.items():
+        w_ref = weight.double()
+        w = result.weights[name].double()
+        differences.append((w - w_ref).norm() / w_ref.norm())
+    weights = torch.stack(differences)
     losses = (result.losses.double() / reference.losses.double() - 1).abs()
     return Comparison(float(weights.max()), float(losses.max()))
 
@@ -87,11 +92,16 @@ def make_table(results: Results, comparisons: Comparisons, metrics: Mapping[str,
         table.add_row(f"[bold]{task}[/] ({metric.replace('_', ' ')})")
         for run, tasks in results.items():
             result = tasks[task]
-            comparison = comparisons.get(run, {}).get(task)
+            # The reference run is compared with nothing.
+            difference_of_weights = "-"
+            difference_of_losses = "-"
+            if run in comparisons:
+                difference_of_weights = f"{comparisons[run][task].weights:.1e}"
+                difference_of_losses = f"{comparisons[run][task].losses:.1e}"
             table.add_row(
                 run,
-                f"{comparison.weights:.1e}" if comparison else "-",
-                f"{comparison.losses:.1e}" if comparison else "-",
+                difference_of_weights,
+                difference_of_losses,
                 f"{float(result.losses[0]):.2f} to {float(result.losses[-10:].mean()):.2f}",
                 f"{result.metric:.4f}",
                 f"{result.seconds:.1f} s",
@@ -117,19 +127,21 @@ def save_plot(path: Path, losses: Mapping[str, Tensor]) -> None:
 
 def save_json(path: Path, results: Results, comparisons: Comparisons) -> None:
     """Write every number of the table, and the loss curves."""
-    runs = {
-        run: {
-            task: {
-                "difference_of_weights": comparisons[run][task].weights if run in comparisons else 0.0,
-                "difference_of_losses": comparisons[run][task].losses if run in comparisons else 0.0,
+    runs: dict[str, dict[str, Any]] = {}
+    for run, tasks in results.items():
+        runs[run] = {}
+        for task, result in tasks.items():
+            # The reference run differs from itself by nothing.
+            comparison = Comparison(0.0, 0.0)
+            if run in comparisons:
+                comparison = comparisons[run][task]
+            runs[run][task] = {
+                "difference_of_weights": comparison.weights,
+                "difference_of_losses": comparison.losses,
                 "test_metric": result.metric,
                 "seconds": result.seconds,
                 "losses": result.losses.tolist(),
             }
-            for task, result in tasks.items()
-        }
-        for run, tasks in results.items()
-    }
     versions = {"python": platform.python_version(), "torch": torch.__version__, "lightning": lightning.__version__}
     document = {"tolerance": TOLERANCE, "versions": versions, "machine": platform.platform(), "runs": runs}
     path.write_text(json.dumps(document, indent=1) + "\n")

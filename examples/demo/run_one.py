@@ -49,7 +49,9 @@ class LossCurve(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        count = float(outputs["weight"]) if "weight" in outputs else float(len(batch[0]))
+        count = float(len(batch[0]))
+        if "weight" in outputs:
+            count = float(outputs["weight"])
         # The logged loss, because that in `outputs` was divided for the accumulation.
         self._batches.append((self._step, float(trainer.callback_metrics["train_loss"]), count))
 
@@ -82,7 +84,8 @@ def main() -> None:
     results = {}
     is_global_zero = True
     for task in tasks(quick=arguments.quick):
-        curve, timer = LossCurve(), Timer()
+        curve = LossCurve()
+        timer = Timer()
         callbacks: list[Callback] = [curve, timer]
         if arguments.reversed:
             callbacks.append(ReversedSamples())

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from examples.demo.report import TOLERANCE, TaskResult, compare, make_table, save_json, save_plot
+from examples.demo.report import TOLERANCE, Comparison, TaskResult, compare, make_table, save_json, save_plot
 from examples.demo.run_one import tasks
 
 __all__ = ["Configuration", "configurations", "finish", "main", "run"]
@@ -74,7 +74,9 @@ def run(configuration: Configuration, folder: Path, *, quick: bool) -> dict[str,
     saved.unlink(missing_ok=True)
     command = [sys.executable, "-m", "examples.demo.run_one", "--strategy", configuration.strategy]
     command += ["--devices", str(configuration.devices), "--output", str(folder), *configuration.options]
-    finish([*command, "--quick"] if quick else command, folder / "log.txt", name=configuration.name)
+    if quick:
+        command.append("--quick")
+    finish(command, folder / "log.txt", name=configuration.name)
     return {task: TaskResult(**values) for task, values in torch.load(saved, weights_only=True).items()}
 
 
@@ -89,27 +91,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
 
     results: dict[str, dict[str, TaskResult]] = {}
-    for index, each in enumerate(configurations(options.worlds)):
-        with console.status(f"training: {each.name}"):
-            folder = output / f"{index}_{each.strategy}_{each.devices}"
-            results[each.name] = run(each, folder, quick=options.quick)
+    for index, configuration in enumerate(configurations(options.worlds)):
+        with console.status(f"training: {configuration.name}"):
+            folder = output / f"{index}_{configuration.strategy}_{configuration.devices}"
+            results[configuration.name] = run(configuration, folder, quick=options.quick)
     reference, *others = results
-    comparisons = {
-        name: {task: compare(results[reference][task], result) for task, result in results[name].items()}
-        for name in others
-    }
+    comparisons: dict[str, dict[str, Comparison]] = {}
+    for name in others:
+        comparisons[name] = {}
+        for task, result in results[name].items():
+            comparisons[name][task] = compare(results[reference][task], result)
     console.print(make_table(results, comparisons, {task.name: task.metric for task in tasks(quick=options.quick)}))
-    shown = (reference, *(f"{label}, {options.worlds[-1]} processes" for label in ("stock DDP", "GradAvg")))
+    largest = options.worlds[-1]
+    shown = (reference, f"stock DDP, {largest} processes", f"GradAvg, {largest} processes")
     save_plot(output / "comparison.png", {name: results[name]["text"].losses for name in shown})
     save_json(output / "results.json", results, comparisons)
     console.print(f"Written: {output / 'comparison.png'} and {output / 'results.json'}", soft_wrap=True)
 
-    failed = [
-        f"{name}, {task}"
-        for name in others
-        for task, comparison in comparisons[name].items()
-        if name.startswith("GradAvg") and not comparison.within_tolerance
-    ]
-    if failed:
-        console.print(f"Differs from one process by more than {TOLERANCE:.0e}: {'; '.join(failed)}", style="red")
-    return int(bool(failed))
+    failed = []
+    for name in others:
+        if not name.startswith("GradAvg"):
+            continue
+        for task, comparison in comparisons[name].items():
+            if not comparison.within_tolerance:
+                failed.append(f"{name}, {task}")
+    if not failed:
+        return 0
+    console.print(f"Differs from one process by more than {TOLERANCE:.0e}: {'; '.join(failed)}", style="red")
+    return 1

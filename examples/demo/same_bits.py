@@ -47,7 +47,8 @@ def train(devices: int, output: Path, *, samples: int) -> None:
         enable_model_summary=False,
         enable_progress_bar=False,
     )
-    module, data = ByteLanguageModel(), DocstringData(num_train=samples)
+    module = ByteLanguageModel()
+    data = DocstringData(num_train=samples)
     data.setup("fit")
     # The global batches; the strategy gives each replica its part.
     trainer.fit(module, global_batch_loader(data.samples[:samples], BATCH_SIZE, collate, None, shuffle_seed=0))

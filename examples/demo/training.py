@@ -40,7 +40,9 @@ class Task:
 
 def make_strategy(name: str) -> str | Strategy:
     """Return what `Trainer` takes as its strategy: `auto` and `ddp` are Lightning's, `gradavg` is ours."""
-    return GradAvgStrategy(reduction="weighted_mean") if name == "gradavg" else name
+    if name == "gradavg":
+        return GradAvgStrategy(reduction="weighted_mean")
+    return name
 
 
 def train(task: Task, strategy: str, devices: int, callbacks: Sequence[Callback] = ()) -> tuple[LightningModule, float]:
@@ -63,7 +65,8 @@ def train(task: Task, strategy: str, devices: int, callbacks: Sequence[Callback]
         enable_model_summary=False,
         enable_progress_bar=False,
     )
-    module, data = task.model(), task.data()
+    module = task.model()
+    data = task.data()
     trainer.fit(module, data)
     trainer.test(module, data, verbose=False)
     return module, float(trainer.callback_metrics[task.metric])

@@ -30,17 +30,25 @@ TIMEOUT_S = 900
 
 @dataclass(frozen=True)
 class Mutation:
+    """A planted defect: a row of a table."""
+
+    # The name of the table.
     area: str
+    # What the defect breaks.
     breaks: str
+    # The file, and what replaces what in it.
     file: str
     old: str
     new: str
+    # The tests that should fail, as arguments of pytest.
     tests: list[str]
 
     def planted(self, root: Path) -> str:
+        """Return the text of the file with the defect."""
         text = (root / self.file).read_text()
-        if (found := text.count(self.old)) != 1:
-            raise SystemExit(f"{self.breaks!r}: {self.old!r} occurs {found} times in {self.file}, not once")
+        occurrences = text.count(self.old)
+        if occurrences != 1:
+            raise SystemExit(f"{self.breaks!r}: {self.old!r} occurs {occurrences} times in {self.file}, not once")
         return text.replace(self.old, self.new)
 
     def first_failure(self, folder: Path) -> str:
@@ -62,10 +70,12 @@ class Mutation:
             return f"nothing within {TIMEOUT_S} s"
         finally:
             write(path, sound)
+        if ran.returncode == 0:
+            return ""
         failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", ran.stdout, re.MULTILINE)
-        if ran.returncode and not failed:
+        if failed is None:
             raise SystemExit(f"pytest {self.tests} ended without a failed test:\n{ran.stdout}{ran.stderr}")
-        return failed[1] if failed else ""
+        return failed[1]
 
 
 def write(path: Path, text: str) -> None:
@@ -76,6 +86,7 @@ def write(path: Path, text: str) -> None:
 
 
 def mutations(areas: list[str]) -> Iterator[Mutation]:
+    """Yield the rows of these tables, or of all if none is named."""
     for table in sorted(HERE.glob("*.yaml")):
         if not areas or table.stem in areas:
             yield from (Mutation(table.stem, **row) for row in yaml.safe_load(table.read_text()))
@@ -91,13 +102,16 @@ def main() -> int:
         folder = Path(name) / "checkout"
         shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".git", ".venv", "demo_output", ".*_cache"))
         for mutation in mutations(chosen.areas):
-            if chosen.only in mutation.breaks:
-                started = time.perf_counter()
-                failed = mutation.first_failure(folder)
-                survived += not failed
-                seconds = f"{time.perf_counter() - started:4.0f} s"
-                print(f"{mutation.area}: {mutation.breaks}\n  {seconds}  {failed or 'SURVIVED'}", flush=True)  # noqa: T201  # the command's output
-    return 1 if survived else 0
+            if chosen.only not in mutation.breaks:
+                continue
+            started = time.perf_counter()
+            result = mutation.first_failure(folder)
+            if not result:
+                survived += 1
+                result = "SURVIVED"
+            seconds = time.perf_counter() - started
+            print(f"{mutation.area}: {mutation.breaks}\n  {seconds:4.0f} s  {result}", flush=True)  # noqa: T201  # the command's output
+    return min(survived, 1)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import yaml
 from hydra.utils import instantiate
 from lightning.pytorch.cli import LightningCLI
 from omegaconf import OmegaConf
-from toys import Toy, loader
+from toys import Toy, make_loader
 
 from lightning_gradavg import hooks
 from lightning_gradavg.cli import main
@@ -27,11 +27,20 @@ STRATEGY = "lightning_gradavg.GradAvgStrategy"
 OPTIONS = {"reduction": "weighted_mean", "bucket_cap_mb": 7.5, "static_graph": True}
 HOOK = {"ddp_comm_hook": "lightning_gradavg.hooks.float32_sum"}
 IN_YAML: dict[str, Any] = {"class_path": STRATEGY, "init_args": {**OPTIONS, **HOOK, "timeout": "0:05:00"}}
-MEAN, WEIGHTED = (14 / 3 + 16) / 2, 7.5
-"""The gradient on two ranks."""
+# The gradient on two ranks under each rule.
+MEAN = (14 / 3 + 16) / 2
+WEIGHTED = 7.5
 NAMED = [f"--trainer.strategy={STRATEGY}"]
-OFF = ("logger", "use_distributed_sampler", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-QUIET: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, **dict.fromkeys(OFF, False)}
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 2,
+    "max_epochs": 1,
+    "logger": False,
+    "use_distributed_sampler": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 class Job(Toy):
@@ -42,7 +51,7 @@ class Job(Toy):
         self.out = Path(out)
 
     def train_dataloader(self) -> Any:
-        return loader([[1.0, 2.0, 3.0] if dist.get_rank() == 0 else [4.0]])
+        return make_loader([[1.0, 2.0, 3.0] if dist.get_rank() == 0 else [4.0]])
 
     def on_train_end(self) -> None:
         strategy: Any = self.trainer.strategy
@@ -109,7 +118,8 @@ def test_selected_on_ranks_that_run(world, tmp_path, way, strategy, more, expect
 
 def test_the_printed_config_is_the_config(tmp_path, capsys):
     """Case 25 (b): --print_config prints a config that prints itself, and holds every option."""
-    given, printed = in_config(tmp_path, IN_YAML), []
+    given = in_config(tmp_path, IN_YAML)
+    printed = []
     for file in (given[-1], str(tmp_path / "printed.yaml")):
         with pytest.raises(SystemExit, match=r"^0$"):
             main(["fit", "--config", file, "--print_config"])

@@ -1,0 +1,646 @@
+"""What the rows of `test_ranks_verify.py` are made of: layers, training steps, optimizers, hooks and loaders.
+
+A row is built on every rank of a run, and again in the one process that judges it. There, `world_size()` is 1.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import cycle
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy
+from orders import Augmented
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.functional import cross_entropy, dropout, softplus
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
+from toys import GATHERS
+
+from lightning_gradavg import GradAvgStrategy, global_mean
+
+MakeLayers = Callable[[], nn.Module]
+Step = Callable[[Any, Any], Any]
+"""A training step: `(module, batch) -> loss`, or what else a training step may return."""
+MakeLoader = Callable[[], Any]
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+class FunctionModule(LightningModule):
+    """A module whose layers, training step and hooks are functions of a row."""
+
+    def __init__(self, make_layers: MakeLayers, step: Step, hooks: Mapping[str, Callable[..., Any]]) -> None:
+        super().__init__()
+        self.net = make_layers()
+        self.step = step
+        self.batch_idx = 0
+        for name, hook in hooks.items():
+            setattr(self, name, MethodType(hook, self))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batch_idx = batch_idx
+        return self.step(self, batch)
+
+
+# Layers. Inputs have 6 numbers, and there are 3 classes.
+
+
+def do_nothing(net: nn.Sequential) -> None:
+    pass
+
+
+def make_layers(*middle: nn.Module, change: Callable[[nn.Sequential], Any] = do_nothing) -> nn.Sequential:
+    """Return two linear layers with others between them, after a change."""
+    net = nn.Sequential(nn.Linear(6, 8), *middle, nn.Tanh(), nn.Linear(8, 3))
+    change(net)
+    return net
+
+
+def make_batch_norm(**options: Any) -> nn.Module:
+    return make_layers(nn.BatchNorm1d(8, **options))
+
+
+def make_batch_norm_in_evaluation() -> nn.Module:
+    return make_batch_norm(track_running_stats=False).eval()
+
+
+def make_dropout() -> nn.Module:
+    return make_layers(nn.Dropout(0.5))
+
+
+def make_frozen() -> nn.Module:
+    """Return layers with dropout, of which the first one is frozen."""
+    net = make_layers(nn.Dropout(0.5))
+    net[0].requires_grad_(requires_grad=False)
+    return net
+
+
+def make_generator_and_critic() -> nn.Module:
+    return nn.ModuleList([nn.Linear(3, 6), make_layers()])
+
+
+def make_words(dropped: float = 0.0) -> nn.Module:
+    """Return a model of 7 words, with this probability of dropout."""
+    return nn.Sequential(nn.Embedding(7, 8), nn.Dropout(dropped), nn.Linear(8, 7))
+
+
+def make_words_with_dropout() -> nn.Module:
+    return make_words(0.3)
+
+
+class Texts(nn.Module):
+    """A transformer over padded texts, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+        self.table = nn.Embedding(7, 8)
+        self.out = nn.Linear(8, 7)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.out(self.rows(self.table(batch), src_key_padding_mask=batch == 0))
+
+
+def make_layers_times_ranks() -> nn.Module:
+    """Return layers whose initial weights depend on the number of ranks."""
+    return make_layers(change=lambda net: net[0].weight.data.mul_(world_size()))
+
+
+def make_layers_with_tiny_gradient() -> nn.Module:
+    """Return layers with a tiny gradient of one bias, which is multiplied by the number of ranks."""
+    return make_layers(change=lambda net: net[0].bias.register_hook(lambda gradient: 1e-9 * world_size() * gradient))
+
+
+def make_layers_with_buffer() -> nn.Module:
+    return make_layers(change=lambda net: net.register_buffer("seen", torch.zeros(())))
+
+
+# Training steps. Functions that are called `make_...` return one.
+
+
+def call(net: nn.Module, x: Tensor) -> Tensor:
+    return net(x)
+
+
+def make_step(forward: Callable[[Any, Tensor], Tensor] = call, **options: Any) -> Step:
+    """Return a step of cross-entropy; `options` are those of `cross_entropy`."""
+    return lambda module, batch: cross_entropy(forward(module.net, batch[0]), batch[1], **options)
+
+
+mean_loss = make_step()
+sum_loss = make_step(reduction="sum")
+# The mean over the samples of other classes, as over tokens that are not padding.
+mean_loss_without_class_0 = make_step(ignore_index=0)
+mean_loss_of_weighted_classes = make_step(weight=torch.tensor([1.0, 5.0, 2.0]))
+
+
+def call_compiled(net: nn.Module, x: Tensor) -> Tensor:
+    return torch.compile(net)(x)
+
+
+def call_reentrant(net: nn.Module, x: Tensor) -> Tensor:
+    """Call a net whose activations are computed again in the backward, with the same random numbers."""
+    return checkpoint(net, x.requires_grad_(), use_reentrant=True)
+
+
+def call_with_draw_of_python(net: nn.Module, x: Tensor) -> Tensor:
+    return net(x * random.betavariate(1, 1))
+
+
+def call_with_draw_of_batch(net: nn.Module, x: Tensor) -> Tensor:
+    """Draw one number for a whole batch."""
+    return net(x * torch.rand(1))
+
+
+def call_quantized(net: nn.Module, x: Tensor) -> Tensor:
+    return net(torch.quantize_per_tensor(x, 0.1, 0, torch.qint8).dequantize())
+
+
+def make_scaled_step(factor: Callable[[], float], step: Step = mean_loss) -> Step:
+    return lambda module, batch: factor() * step(module, batch)
+
+
+def one_over_ranks() -> float:
+    return 1 / world_size()
+
+
+def hundredth_of_ranks() -> float:
+    return 0.01 * world_size()
+
+
+def scale_by_calls(module: Any, batch: Any) -> Any:
+    """Multiply the loss by the number of calls, which the module keeps."""
+    counter = vars(module).setdefault("factors", iter(range(1, 99)))
+    return next(counter) * mean_loss(module, batch)
+
+
+def make_weighted_step(step: Step, weight: Callable[[Any], Tensor]) -> Step:
+    return lambda module, batch: {"loss": step(module, batch), "weight": weight(batch).sum()}
+
+
+def count_without_class_0(batch: Any) -> Tensor:
+    return batch[1] != 0
+
+
+def count_tokens(batch: Tensor) -> Tensor:
+    return batch != 0
+
+
+def count_one(batch: Any) -> Tensor:
+    return torch.ones(())
+
+
+def make_penalized_step(step: Step) -> Step:
+    """Return a step whose loss has an L2 penalty."""
+
+    def penalized(module: Any, batch: Any) -> Tensor:
+        penalty = sum(parameter.square().sum() for parameter in module.parameters())
+        return step(module, batch) + 0.3 * penalty
+
+    return penalized
+
+
+def weigh_by_position(module: Any, batch: Any) -> Tensor:
+    """Weigh the first samples of a batch most, whichever these are."""
+    losses = make_step(reduction="none")(module, batch)
+    return (losses / torch.arange(1, len(losses) + 1)).mean()
+
+
+def global_means(module: Any, batch: Any) -> Tensor:
+    """The loss of every sample, and a penalty of those of a class other than 0, each by its count on all ranks."""
+    outputs = module.net(batch[0])
+    is_counted = batch[1] != 0
+    totals = cross_entropy(outputs, batch[1], reduction="sum"), outputs[is_counted].square().sum()
+    mean, mean_of_counted = global_mean(totals, (len(outputs), is_counted.sum()))
+    return mean + mean_of_counted
+
+
+def spread(outputs: Tensor) -> Tensor:
+    """Return a loss that depends on all samples of a batch together."""
+    return outputs.var(dim=0, correction=0).sum()
+
+
+def spread_of_batch(module: Any, batch: Any) -> Tensor:
+    return spread(module.net(batch[0]))
+
+
+def outputs_of_batch(module: Any, batch: Any) -> dict[str, Tensor]:
+    return {"outputs": module.net(batch[0])}
+
+
+def square_of_batch(module: Any, batch: Any) -> Tensor:
+    return module.net(batch).square().mean()
+
+
+def mean_product(module: Any, batch: Any) -> Tensor:
+    return (module.net(batch) * batch).mean()
+
+
+def gather_at_once(_: Any, rows: Tensor) -> Tensor:
+    """Gather the rows of all ranks by one collective, without their gradient."""
+    rows_of_all = torch.zeros(world_size() * len(rows), rows.shape[1], dtype=rows.dtype)
+    # The new name from torch 2.13 on.
+    all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    all_gather_single(rows_of_all, rows)
+    return rows_of_all
+
+
+DETACHED: dict[str, Any] = {
+    "`self.all_gather`": lambda module, rows: module.all_gather(rows).flatten(0, 1),
+    "`torch.distributed.all_gather_single`": gather_at_once,
+}
+"""Ways to gather all ranks' rows without gradient."""
+
+
+def make_contrastive_step(way: str) -> Step:
+    """Return the loss of this rank's rows against those of all, which are gathered in a way."""
+    gather = (GATHERS | DETACHED)[way]
+
+    def step(module: Any, batch: Any) -> Tensor:
+        rows = module.net(batch[0])
+        rows_of_all = gather(module, module.net(batch[0] + 0.1))
+        targets = torch.arange(len(rows)) + rank() * len(rows)
+        return cross_entropy(rows @ rows_of_all.T, targets)
+
+    return step
+
+
+def make_manual_step(step: Step = mean_loss, *, every: int = 1, outside: bool = False) -> Step:
+    """Return manual optimization, every so many batches; `outside` runs the backward past Lightning."""
+
+    def manual(module: Any, batch: Any) -> None:
+        optimizer = module.optimizers()
+        loss = step(module, batch) / every
+        if module.batch_idx % every == 0:
+            optimizer.zero_grad()
+        if outside:
+            no_sync: Any = nullcontext()
+            if world_size() > 1:
+                no_sync = module.trainer.strategy.model.no_sync()
+            with no_sync:
+                loss.backward()
+        else:
+            module.manual_backward(loss)
+        if (module.batch_idx + 1) % every == 0:
+            module.clip_gradients(optimizer, 0.1, "norm")
+            optimizer.step()
+
+    return manual
+
+
+def step_once_per_rank(module: Any, batch: Any) -> None:
+    """Take as many optimizer steps in a batch as there are ranks."""
+    for _ in range(world_size()):
+        make_manual_step()(module, batch)
+    module.log("loss", mean_loss(module, batch), sync_dist=True)
+
+
+def train_generator_and_critic(module: Any, batch: Any) -> None:
+    """Train a generator and a critic, which have an optimizer each."""
+    generator, critic = module.net
+    optimizer_of_generator, optimizer_of_critic = module.optimizers()
+    generated = generator(torch.randn(len(batch[0]), 3))
+    optimizer_of_critic.zero_grad()
+    module.manual_backward((softplus(-critic(batch[0])) + softplus(critic(generated.detach()))).mean())
+    optimizer_of_critic.step()
+    optimizer_of_generator.zero_grad()
+    module.manual_backward(softplus(-critic(generated)).mean())
+    optimizer_of_generator.step()
+
+
+def mean_over_texts(module: Any, batch: Tensor) -> Tensor:
+    """Average the tokens of each text, and then the texts."""
+    losses = cross_entropy(module.net(batch).transpose(1, 2), batch, reduction="none") * (batch != 0)
+    return (losses.sum(1) / (batch != 0).sum(1)).mean()
+
+
+def mean_over_tokens(module: Any, batch: Tensor) -> Tensor:
+    return cross_entropy(module.net(batch).flatten(0, 1), batch.flatten(), ignore_index=0)
+
+
+weighted_mean_over_tokens = make_weighted_step(mean_over_tokens, count_tokens)
+
+
+def drop_word_by_word(module: Any, batch: Tensor) -> Tensor:
+    """Draw for one word after the other, and once more for all."""
+    rows = torch.stack([dropout(row, 0.1) for row in module.net(batch).unbind(1)], 1)
+    return (dropout(rows, 0.1).square().sum(-1) * (batch != 0)).sum(1).mean()
+
+
+def log_sum_over_ranks(module: Any, batch: Any) -> Tensor:
+    """Return a loss whose value is the sum over the ranks, and whose gradient is that of this rank."""
+    loss = mean_loss(module, batch)
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    module.log("loss", total)
+    return loss + (total - loss.detach())
+
+
+def compensate_by_hand(module: Any, batch: Tensor) -> Tensor:
+    """Case 7: loss w * x, multiplied by W / global count in the user's code."""
+    total = torch.tensor(float(len(batch)))
+    dist.all_reduce(total)
+    return module.net.losses(batch).sum() * world_size() / total
+
+
+def mean_loss_of_graphs(module: Any, batch: Any) -> Tensor:
+    return mean_loss(module, default_collate(batch.samples))
+
+
+def mean_loss_of_first_loader(module: Any, batch: Any) -> Tensor:
+    return mean_loss(module, batch["one"])
+
+
+# Optimizers.
+
+
+def make_sgd(module: Any, **options: Any) -> Any:
+    return torch.optim.SGD(module.parameters(), **{"lr": 0.1, **options})
+
+
+def make_lbfgs(module: Any) -> Any:
+    return torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=3)
+
+
+def make_adams(module: Any) -> Any:
+    """Return an optimizer for each child of the net."""
+    return [torch.optim.Adam(child.parameters(), 0.01) for child in module.net.children()]
+
+
+def make_sgd_by_rank(module: Any) -> Any:
+    """Return another learning rate on every rank."""
+    return make_sgd(module, lr=0.1 * (1 + module.global_rank))
+
+
+def make_sgd_times_ranks(module: Any) -> Any:
+    return make_sgd(module, lr=0.1 * world_size(), momentum=0.9)
+
+
+def make_sgd_with_decay_times_ranks(module: Any) -> Any:
+    return make_sgd(module, weight_decay=0.01 * world_size())
+
+
+def make_one_cycle(module: Any) -> Any:
+    """Return AdamW, which makes much of gradients that are zero but for rounding, as of a bias before batch norm."""
+    trainer = module.trainer
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    steps = int(trainer.estimated_stepping_batches)
+    assert trainer.num_training_batches < 100, "known once the loaders are set up"
+    assert len(trainer.train_dataloader) * trainer.max_epochs >= steps
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps + 1)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+# Hooks of the module, and communication hooks.
+
+
+def read_length_of_loader(module: Any) -> None:
+    len(module.trainer.train_dataloader)
+
+
+def read_norms_of_gradients(module: Any, optimizer: Any) -> None:
+    for parameter in module.net[-1].parameters():
+        float(parameter.grad.norm())
+
+
+def add_noise_to_gradients(module: Any, optimizer: Any) -> None:
+    for parameter in module.parameters():
+        parameter.grad.add_(torch.randn_like(parameter))
+
+
+def change_weight_of_rank_1(module: Any, batch: Any, batch_idx: int) -> None:
+    if batch_idx == 1 and rank() == 1:
+        module.net[2].weight.data[0, 0] += 1e-3
+
+
+def count_samples_in_buffer(module: Any, batch: Any, batch_idx: int) -> None:
+    module.net.seen.add_(len(batch[0]))
+
+
+def average_weights(module: Any, *_: Any) -> None:
+    """Keep an average of weights in a layer without gradients."""
+    module.net[0].bias.data.lerp_(module.net[-1].weight.data.mean(0), 0.1)
+
+
+def average_weights_by_ranks(module: Any, *_: Any) -> None:
+    """Keep an average of weights, to which a step contributes in proportion to the number of ranks."""
+    module.net[0].bias.data.lerp_(module.net[-1].weight.data.mean(0), 0.1 * world_size())
+
+
+def stop_in_one_process(module: Any, *_: Any) -> None:
+    module.trainer.should_stop = world_size() == 1
+
+
+def spread_at_step_end(module: Any, outputs: dict[str, Tensor]) -> Tensor:
+    return spread(outputs["outputs"])
+
+
+def make_communication_hook(change: Callable[[Tensor], Tensor]) -> Callable[..., torch.futures.Future[Tensor]]:
+    """Return a communication hook that changes each rank's bucket before they are averaged."""
+
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        bucket.set_buffer(change(bucket.buffer()))
+        return allreduce_hook(state, bucket)
+
+    return hook
+
+
+def clip_norm(bucket: Tensor) -> Tensor:
+    return bucket * min(1.0, 0.05 / float(bucket.norm()))
+
+
+# Loaders: functions that are called `make_..._loader` return a function without arguments that makes one.
+
+
+def make_samples(number: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(number, 6, generator=generator), torch.randint(3, (number,), generator=generator)
+
+
+def make_rows(number: int) -> list[Any]:
+    """Return samples as pairs of an input and a class."""
+    return list(zip(*make_samples(number), strict=True))
+
+
+def make_batches(sizes: Sequence[int], seed: int = 0) -> list[Any]:
+    inputs, classes = make_samples(sum(sizes), seed)
+    return list(zip(inputs.split(list(sizes)), classes.split(list(sizes)), strict=True))
+
+
+def in_turn(items: list[Any]) -> list[Any]:
+    """Return the items of this rank if ranks take one after the other."""
+    return items[rank() :: world_size()]
+
+
+def in_turn_backwards(items: list[Any]) -> list[Any]:
+    """Return the items of this rank, from the last one to the first; those of one process in their order."""
+    if world_size() == 1:
+        return items
+    return in_turn(items)[::-1]
+
+
+def deal(batches: Iterable[Any], part: Callable[[list[Any]], list[Any]] = in_turn) -> DataLoader[Any]:
+    """Return a loader of these batches, of which one process reads all, and each rank a part."""
+    rows: list[Any] = []
+    indices_of_batches = []
+    for batch in batches:
+        samples = list(zip(*batch, strict=True)) if isinstance(batch, tuple) else list(batch)
+        indices_of_batches.append(list(range(len(rows), len(rows) + len(samples))))
+        rows += samples
+    return DataLoader(rows, batch_sampler=part(indices_of_batches))
+
+
+def make_sized_loader(*sizes_of_ranks: Sequence[int]) -> MakeLoader:
+    """Return what makes a loader of batches of these sizes for each rank, of which one process reads all in turn."""
+    batches_of_ranks = [make_batches(sizes, seed) for seed, sizes in enumerate(sizes_of_ranks)]
+    batches: list[Any] = []
+    for batches_of_step in zip(*batches_of_ranks, strict=True):
+        batches += batches_of_step
+    return lambda: deal(batches)
+
+
+def make_plain_loader(
+    number: int = 32, size: int = 4, make_sampler: Callable[[], Any] = lambda: None, **options: Any
+) -> MakeLoader:
+    return lambda: DataLoader(TensorDataset(*make_samples(number)), size, sampler=make_sampler(), **options)
+
+
+def load_backwards() -> DataLoader[Any]:
+    return deal(make_batches((4,) * 4), in_turn_backwards)
+
+
+def load_case_42() -> DataLoader[Any]:
+    return deal(torch.tensor([[[0.0], [2.0]], [[4.0], [6.0]]]))
+
+
+def load_case_7() -> DataLoader[Any]:
+    return deal([torch.ones(3), torch.tensor([5.0])])
+
+
+def load_other_samples_by_ranks() -> DataLoader[Any]:
+    """Return a loader whose samples depend on the number of ranks, as if they were transformed at random."""
+    return deal(make_batches((4,) * 4, seed=world_size()))
+
+
+def load_batches_without_collating() -> DataLoader[Any]:
+    return DataLoader(make_batches((4, 4)), batch_size=None)
+
+
+def load_two() -> dict[str, DataLoader[Any]]:
+    return {"one": make_plain_loader()(), "other": make_plain_loader()()}
+
+
+def load_texts() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(2, 9, (32,), generator=generator).tolist()
+    texts: Any = [torch.randint(1, 7, (length,), generator=generator) for length in lengths]
+    return DataLoader(texts, 4, collate_fn=lambda batch: pad_sequence(batch, True))
+
+
+def load_samples_with_function() -> DataLoader[Any]:
+    """Return a loader of samples with a function, which cannot be pickled."""
+    rows: Any = [(x, y, lambda: 0) for x, y in make_rows(32)]
+    return DataLoader(rows, 4, collate_fn=lambda batch: default_collate([row[:2] for row in batch]))
+
+
+def sum_of_noise(samples: list[tuple[int, Tensor]]) -> Tensor:
+    return torch.stack([noise.sum() for _, noise in samples])[:, None]
+
+
+def load_augmented() -> DataLoader[Any]:
+    """Return a loader of samples with noise from every generator, which a worker draws."""
+    return DataLoader(Augmented(), 4, num_workers=1, collate_fn=sum_of_noise)
+
+
+def collate_in_random_order(rows: list[Any]) -> Any:
+    return default_collate([rows[index] for index in torch.randperm(len(rows))])
+
+
+def make_sampler_in_turn() -> list[int]:
+    """Return a user's sampler that deals the indices to the ranks."""
+    return in_turn([*range(32)])
+
+
+def make_sampler_in_other_orders() -> list[int]:
+    """Return a user's sampler that deals indices in an order of its own on each rank, so some are left out."""
+    generator = torch.Generator().manual_seed(rank())
+    return in_turn(torch.randperm(32, generator=generator).tolist())
+
+
+class Stream(IterableDataset[Any]):
+    """Rows of all, or a part of them by rank and number of ranks."""
+
+    def __init__(self, part: Callable[[int, int], slice], read: Callable[[Any], Iterator[Any]]) -> None:
+        self.part = part
+        self.read = read
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.read(make_rows(32)[self.part(rank(), world_size())])
+
+
+def uneven_part(rank: int, world_size: int) -> slice:
+    """Return 20 of 32 rows for rank 0, and 12 for rank 1."""
+    if world_size == 1:
+        return slice(0, 32)
+    if rank == 0:
+        return slice(0, 20)
+    return slice(20 * rank, 32)
+
+
+PARTS: dict[str, Callable[[int, int], slice]] = {
+    "every W-th": lambda rank, world_size: slice(rank, None, world_size),
+    "halves": lambda rank, world_size: slice(rank * 32 // world_size, (rank + 1) * 32 // world_size),
+    "uneven parts": uneven_part,
+    "all": lambda rank, world_size: slice(None),
+}
+"""The rows of 32 that a rank reads of a stream."""
+
+
+def make_stream_loader(part: str, read: Callable[[Any], Iterator[Any]] = iter) -> MakeLoader:
+    return lambda: DataLoader(Stream(PARTS[part], read), 4)
+
+
+def read_moved(rows: Iterable[Any]) -> Iterator[Any]:
+    """Yield other rows on every rank but the first."""
+    return ((x + rank(), y) for x, y in rows)
+
+
+def read_moved_without_end(rows: Iterable[Any]) -> Iterator[Any]:
+    return read_moved(cycle(rows))
+
+
+def load_sharded_by_hand() -> DataLoader[Any]:
+    """Return a loader of the samples that the user's code chose for this rank."""
+    rows = Subset(TensorDataset(*make_samples(64)), range(rank(), 64, world_size()))
+    return DataLoader(rows, batch_size=4, shuffle=True)
+
+
+# Strategies: functions that make one.
+
+
+def ours(**options: Any) -> Callable[[], GradAvgStrategy]:
+    return lambda: GradAvgStrategy(**options)
+
+
+def stock(**options: Any) -> Callable[[], DDPStrategy]:
+    return lambda: DDPStrategy(**options)
+
+
+def with_hook(hook: Any) -> Callable[[], GradAvgStrategy]:
+    """Return what makes a strategy with a communication hook of the user."""
+    return lambda: GradAvgStrategy(ddp_comm_hook=hook)
