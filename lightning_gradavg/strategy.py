@@ -439,7 +439,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         root = loss.value / module.trainer.accumulate_grad_batches
         scaler = getattr(precision, "scaler", None)
         root = root if scaler is None else scaler.scale(root)
-        self._reduction.backward(lambda: precision.backward(root, module, None), final=False)
+        self._reduction.backward(lambda: precision.backward(root, module, None), is_last_piece=False)
 
     def _facts_of_step(self) -> dict[str, Any]:
         return {"learning_rates": self._rates.learning_rates(), "lr_scale": self.lr_scale}

@@ -121,6 +121,13 @@ class Begins(Injected):
         return super().training_step(batch, batch_idx)
 
 
+class Flat(Injected):
+    """Has a gradient of exactly 0."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return 0 * super().training_step(batch, batch_idx)
+
+
 def grow(module: Any) -> None:
     module.more = torch.nn.Parameter(torch.zeros(1))
 
@@ -373,6 +380,9 @@ FAULTS = {
     "None from training_step": Fault(
         "rank 1 ended with RuntimeError: training_step returned no loss on rank 1", "nonfinite='skip_step'",
         act=to_nothing),
+    "None from training_step, where the other rank's gradient is 0": Fault(
+        "rank 1 ended with RuntimeError: training_step returned no loss on rank 1", "nonfinite='skip_step'",
+        act=to_nothing, model=Flat),
     "a rank begins to log where no other does": Fault(
         "rank 1 ended with RuntimeError: rank 1 begins to log", "in which nothing is logged on rank 0, and nobody",
         model=Begins, strategy={"equivalent_to": "single_device"}),

@@ -190,7 +190,7 @@ class Replicas(OneForward):
         with local, around:
             weight = whole if whole is None or self._gathers else piece.samples
             output = step.forward(batch, *args)
-            output = step.reduction.read(output, weight, None if self._gathers else batch, final=last)
+            output = step.reduction.read(output, weight, None if self._gathers else batch, is_last_piece=last)
             if self.run.loop.skips_backward:
                 return mapped(output, _detached)  # a graph would be kept until the end of the step
             if not last:
