@@ -245,12 +245,12 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Have the window go on after the backward within."""
-        self._reduction.hold(holding=True)
+        self._reduction.set_window_continues(continues=True)
         try:
             with super().block_backward_sync():
                 yield
         finally:
-            self._reduction.hold(holding=False)
+            self._reduction.set_window_continues(continues=False)
 
     @override
     def backward(

@@ -21,8 +21,8 @@ from lightning_gradavg.faults.termination import Termination
 from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.engine import Engine, Stock, Weighed
 from lightning_gradavg.reduction.guard import BypassGuard
-from lightning_gradavg.reduction.kept import PieceGradients
 from lightning_gradavg.reduction.reduction import Reduction
+from lightning_gradavg.reduction.set_aside import PieceGradients
 from lightning_gradavg.reduction.sharded import ShardedGradients, sharded_options, sharded_rule
 from lightning_gradavg.reduction.window import OpenWindows
 from lightning_gradavg.rules import RULES

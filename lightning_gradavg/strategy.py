@@ -490,7 +490,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         scaler = getattr(precision, "scaler", None)
         if scaler is not None:
             root = scaler.scale(root)
-        self._reduction.backward(lambda: precision.backward(root, module, None), final=False)
+        self._reduction.backward(lambda: precision.backward(root, module, None), is_last_piece=False)
 
     def _facts_of_step(self) -> dict[str, Any]:
         return {"learning_rates": self._rates.learning_rates(), "lr_scale": self.lr_scale}

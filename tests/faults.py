@@ -19,6 +19,7 @@ from faulty_runs import (
     ON_EXCEPTION,
     Begins,
     Exchanging,
+    Flat,
     Logged,
     Other,
     add_parameter,
@@ -246,6 +247,10 @@ STEPS = {
     "None from training_step": Fault(
         ("rank 1 ended with RuntimeError: training_step returned no loss on rank 1", "nonfinite='skip_step'"),
         {"act": return_none},
+    ),
+    "None from training_step, where the other rank's gradient is 0": Fault(
+        ("rank 1 ended with RuntimeError: training_step returned no loss on rank 1", "nonfinite='skip_step'"),
+        {"act": return_none, "model": Flat},
     ),
     "a rank begins to log where no other does": Fault(
         (

@@ -160,6 +160,13 @@ class Exchanging(Callback):
 # Acts: what a method does with what it returns.
 
 
+class Flat(Injected):
+    """Has a gradient of exactly 0."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return 0 * super().training_step(batch, batch_idx)
+
+
 def fail(returned: Any) -> None:
     raise ValueError("the user's own error")
 

@@ -420,6 +420,30 @@ def test_two_windows_that_are_open_at_once_by_hand(of):
     assert (approx(0.6), approx(0.6)) == (module.a.item(), module.b.item())
 
 
+class EndsWithoutLoss(LightningModule):
+    """One number, whose third batch has no loss on any rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        return None if batch_idx == 2 else (self.w * batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@on_ranks()
+def test_a_rank_that_stands_in_skips_a_step_without_any_loss():
+    """1 - 0.1 * 2 - 0.1 * (0.9 * 2 + 2) = 0.42. Rank 1 has no third batch, and would go on by its momentum."""
+    module = EndsWithoutLoss()
+    batches = [[[1.0], [1.0], [1.0]], [[3.0], [3.0]]][dist.get_rank()]
+    trainer = make_trainer(GradAvgStrategy(), max_epochs=1, use_distributed_sampler=False)
+    trainer.fit(module, make_loader(batches))
+    assert approx(0.42) == module.w.item()
+
+
 class Shortened(Nets):
     """Its last window lacks a batch, but stock DDP divides it by the length of the others; it may make up for that."""
 

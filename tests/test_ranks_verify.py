@@ -21,7 +21,6 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from orders import Graphs

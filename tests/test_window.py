@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -40,7 +41,7 @@ class Loop:
 
     def backward_of(self, loss: WeighedLoss, *, last: bool) -> Window:
         window = self.windows.next(loss)
-        window.add(loss, last=last)
+        window.add(loss, ends_window=last)
         window.begin_backward(loss)
         loss.value.backward()
         if window.end_backward():
@@ -61,7 +62,7 @@ def test_states_in_their_order():
     found = [window.state]
     for gradient, last in ((2.0, False), (6.0, True)):
         loss = loop.loss(gradient, 1 if gradient == 2 else 3)
-        window.add(loss, last=last)
+        window.add(loss, ends_window=last)
         found.append(window.state)
         window.begin_backward(loss)
         found.append(window.state)
@@ -100,7 +101,7 @@ def test_an_exception_leaves_the_gradients_from_before():
     loop.backward(2.0, 1, last=False)
     loss = loop.loss(6.0, -3)
     window = loop.windows.next(loss)
-    window.add(loss, last=True)
+    window.add(loss, ends_window=True)
     window.begin_backward(loss)
     loss.value.backward()
     with pytest.raises(ValueError, match=r"rank 0: micro-batch 1 of the window: weight -3 is not a finite number"):
@@ -154,7 +155,7 @@ def test_clipping_within_a_window_is_no_zeroing():
     loop = Loop()
     loss = WeighedLoss(2 * loop.first + 0 * loop.second, MicroBatch(1, explicit=True))
     window = loop.windows.next(loss)
-    window.add(loss, last=False)
+    window.add(loss, ends_window=False)
     window.begin_backward(loss)
     loss.value.backward()
     window.end_backward()
@@ -163,6 +164,42 @@ def test_clipping_within_a_window_is_no_zeroing():
         parameter.grad.mul_(0.5)
     loop.backward(6.0, 1, last=True)
     assert ((1 + 6) / 2, 3.0) == loop.gradients
+
+
+def with_three(clips: Callable[[Loop, nn.Parameter], None]) -> tuple[float | None, ...]:
+    """Return the gradients of a window of two micro-batches whose first one leaves 2, 2 and 0, which a loop `clips`."""
+    loop, third = Loop(), nn.Parameter(torch.ones(()))
+    loop.windows = OpenWindows(loop.windows.options, ReplicatedGradients([loop.first, loop.second, third]))
+    loop.backward_of(
+        WeighedLoss(2 * loop.first + 2 * loop.second + 0 * third, MicroBatch(1, explicit=True)), last=False
+    )
+    clips(loop, third)
+    loop.backward_of(WeighedLoss(6 * (loop.first + loop.second + third), MicroBatch(1, explicit=True)), last=True)
+    return *loop.gradients, None if third.grad is None else third.grad.item()
+
+
+def test_clipping_some_gradients_is_no_zeroing():
+    """As those of one part of a model, of which one is zero; the others are as the backward left them."""
+
+    def clips(loop: Loop, third: nn.Parameter) -> None:
+        for parameter in (loop.first, third):
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+
+    assert ((1 + 6) / 2, (2 + 6) / 2, 3.0) == with_three(clips)
+
+
+def test_gradients_set_to_none_beside_clipped_ones_are_refused():
+    """Clipping sets none to None: one optimizer has zeroed its gradients, and that of another one has clipped them."""
+
+    def clips(loop: Loop, third: nn.Parameter) -> None:
+        for parameter in (loop.first, third):
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+        loop.second.grad = None
+
+    with pytest.raises(ValueError, match="the gradients of some parameters were zeroed within a window"):
+        with_three(clips)
 
 
 def test_nothing_keeps_gradients_that_the_user_frees():
@@ -179,7 +216,7 @@ def test_a_loss_whose_backward_never_begins_counts_nothing():
     loop = Loop(user_ends_windows=False)
     for _ in range(2):
         loss = loop.loss(100.0, 9)
-        loop.windows.next(loss).add(loss, last=True)
+        loop.windows.next(loss).add(loss, ends_window=True)
     loop.backward(6.0, 3, last=True)
     assert (6.0, 6.0) == loop.gradients
 
@@ -231,7 +268,7 @@ def test_the_record_of_a_window_without_any_weight():
     loop = Loop(user_ends_windows=False)
     loss = loop.loss(2.0, 0)
     window = loop.windows.next(loss)
-    window.add(loss, last=True)
+    window.add(loss, ends_window=True)
     window.begin_backward(loss)
     loss.value.backward()
     assert window.end_backward()

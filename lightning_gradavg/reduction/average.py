@@ -8,7 +8,7 @@ which all are in flight at once.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,15 +63,19 @@ def average_gradients(
             arguments, parameters or gradients don't fit together. On this process alone, if it is no member of `group`.
     """
     world = World.of(group)
-    contribution, agreed = world.agree(
-        "average_gradients cannot reduce", lambda: _brought(module_or_parameters, resolve_rule(reduction), weight)
-    )
+
+    # Within `agree`, which has all ranks raise what one of them finds; so does an unknown rule.
+    def contribute() -> Contribution:
+        return _contribution(module_or_parameters, resolve_rule(reduction), weight)
+
+    contribution, agreed = world.agree("average_gradients cannot reduce", contribute)
     factor = rank_factors(resolve_rule(reduction), agreed.nodes, agreed.weights)[world.rank]
+    has_gradient_on_ranks = list(zip(*agreed.details, strict=True))  # of each parameter
     gradients: list[Tensor] = []
-    for parameter, has_gradient in zip(contribution.tensors.values(), zip(*agreed.details, strict=True), strict=True):
-        if any(has_gradient):  # on some rank
+    for parameter, has_gradient in zip(contribution.tensors.values(), has_gradient_on_ranks, strict=True):
+        if any(has_gradient):
             gradients.append(_writable(parameter))
-    sums: list[tuple[list[Tensor], Tensor]] = []
+    sums: list[_Bucket] = []
     works: list[dist.Work] = []
     for members in buckets_of(gradients, _BUCKET_BYTES):
         with torch.profiler.record_function("GradAvg: reduce gradients"):
@@ -85,17 +89,25 @@ def average_gradients(
                 flat.zero_()  # 0 times NaN is NaN
             if world.group is not None:
                 works.append(dist.all_reduce(flat, group=world.group, async_op=True))
-        sums.append((members, flat))
+        sums.append(_Bucket(members, flat))
     with torch.profiler.record_function("GradAvg: wait for gradients"):
         for work in works:
             work.wait()
     with torch.profiler.record_function("GradAvg: write gradients"):
-        for members, flat in sums:
-            copy_each(members, views_of(flat, members))
+        for bucket in sums:
+            copy_each(bucket.gradients, views_of(bucket.flat, bucket.gradients))
+
+
+class _Bucket(NamedTuple):
+    """Gradients that are summed in one message."""
+
+    gradients: list[Tensor]  # of one type and device
+    flat: Tensor  # their elements, one gradient after another, in no fewer than 32 bits
 
 
 def _writable(parameter: Tensor) -> Tensor:
     """Return a parameter's gradient, made writable: zeros where it has none, and stored as it reads."""
+    # `copy_each` writes in place, so that views that the user or DDP holds of a gradient stay valid.
     gradient = parameter.grad
     if gradient is None:
         parameter.grad = torch.zeros_like(parameter)
@@ -145,13 +157,14 @@ def _require_reducible(label: str, value: object) -> None:
         raise ValueError(f"{label} has a gradient that repeats elements in memory, as after expand(): clone() it")
 
 
-def _brought(source: Any, rule: Rule, weight: Any) -> Contribution:
-    """Return what this rank brings to a reduction, checked, and which gradients it has."""
+def _contribution(source: object, rule: Rule, weight: float | Tensor | None) -> Contribution:
+    """Return what this rank brings to a reduction, checked. The details are whether each parameter has a gradient."""
     parameters = _labeled(source)
     has_gradient: list[bool] = []
     equal = [f"reduction={rule.name!r}, {rule.formula}", f"{len(parameters)} parameters"]
     for label, parameter in parameters.items():
         gradient = getattr(parameter, "grad", None)
+        # A rank without a gradient gets zeros of the parameter's shape and type, which the others' gradients must have.
         like = parameter
         if gradient is not None:
             like = gradient
@@ -161,15 +174,26 @@ def _brought(source: Any, rule: Rule, weight: Any) -> Contribution:
     return Contribution(equal, has_gradient, checked_weight(rule, weight), rule.node, parameters)
 
 
-def _labeled(source: Any) -> dict[str, Tensor]:
+def _labeled(source: object) -> dict[str, Tensor]:
     """Return every parameter once, by what messages call it."""
-    if not isinstance(source, nn.Module):
-        listed = [source] if isinstance(source, Tensor) else source  # not its rows
-        return {f"parameter {index}": parameter for index, parameter in enumerate(dict.fromkeys(listed))}
-    for name, module in source.named_modules():
-        if hasattr(module, "no_sync"):  # DDP's and FSDP's
+    if isinstance(source, nn.Module):
+        return _labeled_of_module(source)
+    listed: Iterable[Tensor] = source  # type: ignore[assignment]  # what it yields is checked later, one by one
+    if isinstance(source, Tensor):
+        listed = [source]  # not its rows
+    # By position: the same parameter in two groups counts where it comes first.
+    labeled: dict[str, Tensor] = {}
+    for index, parameter in enumerate(dict.fromkeys(listed)):
+        labeled[f"parameter {index}"] = parameter
+    return labeled
+
+
+def _labeled_of_module(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of a module by name, or raise a ValueError if a wrapper in it reduces gradients itself."""
+    for name, submodule in module.named_modules():
+        if hasattr(submodule, "no_sync"):  # DDP's and FSDP's
             raise ValueError(
-                f"{name or 'the module'} is a {type(module).__name__}, which has reduced the gradients: leave this"
+                f"{name or 'the module'} is a {type(submodule).__name__}, which has reduced the gradients: leave this"
                 " out, or use no_sync() and `.module`"
             )
-    return {f"parameter {name!r}": parameter for name, parameter in source.named_parameters()}
+    return {f"parameter {name!r}": parameter for name, parameter in module.named_parameters()}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 
@@ -18,15 +18,29 @@ from lightning_gradavg.rules import RULES, Rule
 
 __all__ = ["CommHook"]
 
+# Hooks of torch that return the mean of a bucket. Others average weights (`post_localSGD_hook`), run the optimizer
+# (`optimizer_overlap_hooks`) or quantize by collectives of NCCL alone (`quantization_hooks`).
 _FOLDER_OF_TORCH = "torch.distributed.algorithms.ddp_comm_hooks"
 _SERVED = ("default_hooks", "debugging_hooks", "powerSGD_hook")
 _SERVED_ON = {"gloo": _SERVED[:2]}  # PowerSGD begins collectives when others are done, at another moment on each rank
 
 
-class CommHook:
-    """Registers the hook of a run: that of the user, who may give its state and a wrapper, too."""
+Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
+"""A communication hook: of its state, which is whatever the user makes it, and of a bucket of gradients."""
 
-    def __init__(self, hook: Callable[..., Any] | None, state: Any, wrapper: Callable[..., Any] | None) -> None:
+
+class CommHook:
+    """Registers the hook of a run: that of the user, who may give its state and a wrapper, too.
+
+    | the user gives | the rule and the parameters                         | DDP's hook                            |
+    |----------------|-----------------------------------------------------|---------------------------------------|
+    | a hook         | any                                                 | it, in the wrapper if one is given    |
+    | a wrapper only | any                                                 | the wrapper of `allreduce_hook`       |
+    | neither        | any but the plain mean, and parameters in 16 bits   | `float32_sum`                         |
+    | neither        | any other                                           | none: DDP divides, to stock's bits    |
+    """
+
+    def __init__(self, hook: Hook | None, state: object, wrapper: Callable[[Hook], Hook] | None) -> None:
         """Take what the user gave."""
         self._hook = hook
         self._state = state
@@ -34,25 +48,26 @@ class CommHook:
         self._sums_wide = False
 
     def register(self, run: Run, rule: Rule) -> None:
-        """Register the hook that the run needs, or none: then DDP divides, to the bits of stock."""
+        """Register the hook that the run needs, or none."""
         model = run.ddp
         self._refuse(_SERVED_ON.get(backend_name(model.process_group, run.device), _SERVED))
-        hook = self._hook
-        is_given = hook is not None or self._wrapper is not None
-        dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-        # Stock DDP sums 16-bit gradients in 16 bits.
-        self._sums_wide = not is_given and rule != RULES["mean"] and bool(dtypes & {torch.float16, torch.bfloat16})
+        is_given = self._hook is not None or self._wrapper is not None
+        # Stock DDP sums 16-bit gradients in 16 bits, and so does the plain mean, which has stock's bits.
+        self._sums_wide = not is_given and rule != RULES["mean"] and _has_16_bits(model)
+        if not is_given and not self._sums_wide:
+            return
+        hook: Hook = allreduce_hook
+        if self._hook is not None:
+            hook = self._hook
         if self._sums_wide:
             hook = float32_sum
-        if hook is None:
-            hook = allreduce_hook
         if self._wrapper is not None:
             hook = self._wrapper(hook)
-        if is_given or self._sums_wide:
-            model.register_comm_hook(self._state, _annotated(hook))
+        model.register_comm_hook(self._state, _annotated(hook))
 
     def _refuse(self, served: Sequence[str]) -> None:
         """Raise a ValueError about a hook of torch that does not return the mean, or that the backend mixes up."""
+        # Of the state, too: a function of the user's may call torch's hook, which needs a state of its own class.
         for module in (getattr(self._hook, "__module__", ""), type(self._state).__module__):
             folder, _, file = module.rpartition(".")
             if folder == _FOLDER_OF_TORCH and file not in served:
@@ -64,14 +79,28 @@ class CommHook:
 
     def describe(self) -> str:
         """Return what the line at the start of a run says of it."""
-        return "; 16-bit gradients summed in float32" if self._sums_wide else ""
+        if self._sums_wide:
+            return "; 16-bit gradients summed in float32"
+        return ""
 
 
-def _annotated(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that DDP takes: it refuses partial functions, callable objects, and postponed annotations."""
+def _has_16_bits(model: nn.Module) -> bool:
+    """Return whether a parameter that trains has gradients of 16 bits."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+            return True
+    return False
+
+
+def _annotated(inner: Hook) -> Hook:
+    """Return a hook that DDP takes.
+
+    `DistributedDataParallel._check_comm_hook` reads the name and the annotations of a hook. So it refuses partial
+    functions, callable objects, and annotations that are strings, as under `from __future__ import annotations`.
+    """
 
     def hook(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
-        return inner(state, bucket)  # type: ignore[no-any-return]  # of the user
+        return inner(state, bucket)
 
     hook.__annotations__ = {"bucket": dist.GradBucket, "return": Future[Tensor]}
     return hook

@@ -10,7 +10,7 @@ docs/contrastive.md says which losses fit `average_gradients`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar, cast
@@ -94,16 +94,14 @@ def gather(tensors: T, *, group: dist.ProcessGroup | None = None) -> T:
     world = World.of(group)
     contribution, agreed = world.agree("gather cannot proceed", lambda: _contribution(tensors))
     local_tensors = list(contribution.tensors.values())
-    of_tensors = list(zip(*agreed.details, strict=True))
-    exchange = _Exchange(
-        world,
-        rows=of_tensors[: len(local_tensors)],
-        requires_grad=[any(of_ranks) for of_ranks in of_tensors[len(local_tensors) :]],
-        stands_in=STANDS_IN.get(),
-    )
+    # What `_contribution` has sent, of all ranks: first the rows of each tensor, then whether each requires grad.
+    details_of_tensor = list(zip(*agreed.details, strict=True))
+    rows = details_of_tensor[: len(local_tensors)]
+    requires_grad = [any(of_ranks) for of_ranks in details_of_tensor[len(local_tensors) :]]
+    exchange = _Exchange(world, rows, requires_grad, stands_in=STANDS_IN.get())
     # Without a leaf of its own that requires grad, a rank whose tensors need none would not join the backward.
-    anchor = torch.zeros((), requires_grad=any(exchange.requires_grad))
-    apply = cast("Any", _Gather.apply)
+    anchor = torch.zeros((), requires_grad=any(requires_grad))
+    apply = cast("Callable[..., tuple[Tensor, ...]]", _Gather.apply)
     gathered = iter(apply(exchange, anchor, *local_tensors))
     result: T = mapped(tensors, lambda _: next(gathered))
     return result
@@ -111,12 +109,16 @@ def gather(tensors: T, *, group: dist.ProcessGroup | None = None) -> T:
 
 def _contribution(tensors: object) -> Contribution:
     """Return this rank's tensors, checked. The details are the rows of each, and then whether each requires grad."""
-    labeled: Mapping[str, Tensor] = dict(leaves(tensors, "tensors"))
+    labeled: dict[str, Tensor] = dict(leaves(tensors, "tensors"))
     if not labeled:
         raise ValueError(f"there is no tensor in {tensors!r}: pass at least one")
     with_gradients = torch.is_grad_enabled()
-    # The rank's own structure counts, and so does every shape but the number of rows.
-    equal = ["with gradients" if with_gradients else "under torch.no_grad"]
+    # What must be equal on all ranks: structure, types, and every shape but the number of rows.
+    equal: list[str] = []
+    if with_gradients:
+        equal.append("with gradients")
+    else:
+        equal.append("under torch.no_grad")
     for label, tensor in labeled.items():
         _require_rows(label, tensor)
         shape = ", ".join(map(str, ("rows", *tensor.shape[1:])))
@@ -124,8 +126,11 @@ def _contribution(tensors: object) -> Contribution:
     if STANDS_IN.get():
         # The samples of this rank do not count, so none of its rows belongs into another rank's loss.
         labeled = {label: tensor[:0] for label, tensor in labeled.items()}
-    rows = [len(tensor) for tensor in labeled.values()]
-    requires_grad = [tensor.requires_grad and with_gradients for tensor in labeled.values()]
+    rows: list[int] = []
+    requires_grad: list[int] = []
+    for tensor in labeled.values():
+        rows.append(len(tensor))
+        requires_grad.append(tensor.requires_grad and with_gradients)
     return Contribution(equal, [*rows, *requires_grad], tensors=labeled)
 
 
@@ -136,10 +141,12 @@ def _require_rows(label: str, value: object) -> None:
             f"{label} must be a tensor, or a tuple, list or dict of tensors; got {value!r} of type"
             f" {type(value).__name__}"
         )
-    if hasattr(value, "device_mesh"):
+    if hasattr(value, "device_mesh"):  # torch 2.4 has the class `DTensor` elsewhere
         raise ValueError(f"{label} is a DTensor: pass its full_tensor(), or what it holds on this rank, its to_local()")
     if value.layout is not torch.strided or value.is_nested:
-        found = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+        found = f"layout {value.layout}"
+        if value.is_nested:
+            found = "a nested tensor"
         raise ValueError(f"{label} must be a dense tensor, got {found}")
     if value.ndim == 0:
         raise ValueError(f"{label} has no dimension to concatenate along: pass tensor.reshape(1), one row")
@@ -164,14 +171,16 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, exchange: _Exchange, _anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
         size = exchange.world.size
-        gathered = []
+        gathered: list[Tensor] = []
         for tensor, rows in zip(tensors, exchange.rows, strict=True):
             local_rows = _contiguous(tensor)
             sent = torch.cat([local_rows] * size)
             gathered.append(_exchanged(sent, [len(tensor)] * size, rows, exchange.world))
-        without_gradient = [
-            tensor for tensor, wanted in zip(gathered, exchange.requires_grad, strict=True) if not wanted
-        ]
+        # Else autograd would give those a gradient, too, as the anchor requires one.
+        without_gradient: list[Tensor] = []
+        for tensor, requires_grad in zip(gathered, exchange.requires_grad, strict=True):
+            if not requires_grad:
+                without_gradient.append(tensor)
         ctx.mark_non_differentiable(*without_gradient)
         return tuple(gathered)
 
@@ -181,15 +190,18 @@ class _Gather(torch.autograd.Function):
         exchange: _Exchange = ctx.exchange
         world = exchange.world
         of_local_rows: list[Tensor | None] = []
-        for gradient, rows, wanted in zip(gradients, exchange.rows, exchange.requires_grad, strict=True):
-            if not wanted:
+        for gradient, rows, requires_grad in zip(gradients, exchange.rows, exchange.requires_grad, strict=True):
+            if not requires_grad:
                 of_local_rows.append(None)
                 continue
             # Of a loss that does not count: the factor 0 of the loss leaves NaN where a derivative is infinite.
-            sent = torch.zeros_like(gradient) if exchange.stands_in else without_discarded_nan(gradient)
+            if exchange.stands_in:
+                sent = torch.zeros_like(gradient)
+            else:
+                sent = without_discarded_nan(gradient)
             parts = _exchanged(_contiguous(sent), rows, [rows[world.rank]] * world.size, world)
             of_local_rows.append(_summed(parts, world.size))
-        return None, None, *of_local_rows
+        return None, None, *of_local_rows  # none for the exchange and the anchor
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
@@ -221,5 +233,6 @@ def _exchanged(sent: Tensor, to: Sequence[int], of: Sequence[int], world: World)
 def _summed(parts: Tensor, size: int) -> Tensor:
     """Return the sum of equal parts, one from each rank, in no fewer than 32 bits and in rank order."""
     wide = parts.to(torch.promote_types(parts.dtype, torch.float32))
+    # One after another: the order of a sum over a dimension is the kernel's, and may depend on the shape.
     first, *others = wide.tensor_split(size)
     return sum(others, first).to(parts.dtype)

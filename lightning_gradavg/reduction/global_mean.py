@@ -9,8 +9,8 @@ A rank that stands in for one without samples is no part of a plain mean, so W c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ SCOPE = "GradAvg: global_mean"
 
 
 @ours()
-def global_mean(total: T, count: Any, *, group: dist.ProcessGroup | None = None) -> T:
+def global_mean(total: T, count: object, *, group: dist.ProcessGroup | None = None) -> T:
     """Return the mean of a loss term over all ranks, from each rank's sum and count. Call it on every rank.
 
     ::
@@ -79,33 +79,58 @@ def global_mean(total: T, count: Any, *, group: dist.ProcessGroup | None = None)
     world = World.of(group)
     with torch.profiler.record_function(SCOPE):
         contribution, agreed = world.agree("global_mean cannot proceed", lambda: _contribution(total, count))
-    stand_ins, *sums = map(sum, zip(*agreed.numbers, strict=True))
+    local_terms = _Terms.from_numbers(contribution.numbers)
+    stand_ins = 0.0
+    sum_of_totals = [0.0] * len(local_terms.totals)
+    sum_of_counts = [0.0] * len(local_terms.counts)
+    for numbers in agreed.numbers:  # of each rank, in rank order: so all ranks get the same bits
+        terms_of_rank = _Terms.from_numbers(numbers)
+        stand_ins += terms_of_rank.stands_in
+        for index, total_of_rank in enumerate(terms_of_rank.totals):
+            sum_of_totals[index] += total_of_rank
+        for index, count_of_rank in enumerate(terms_of_rank.counts):
+            sum_of_counts[index] += count_of_rank
     ranks_with_samples = world.size - stand_ins
-    terms = list(contribution.tensors)
-    local_counts = contribution.numbers[2::2]
+    apply = cast("Callable[[Tensor, float, float], Tensor]", _GlobalMean.apply)
     means: dict[str, Tensor] = {}
-    for index, term in enumerate(terms):
-        sum_of_totals, sum_of_counts = sums[2 * index : 2 * index + 2]
-        value = scale = 0.0
-        if sum_of_counts > 0:
-            value = sum_of_totals / sum_of_counts
-            scale = ranks_with_samples / sum_of_counts
-        if local_counts[index] == 0:
+    for index, (term, tensor) in enumerate(contribution.tensors.items()):
+        value = 0.0
+        scale = 0.0
+        if sum_of_counts[index] > 0:
+            value = sum_of_totals[index] / sum_of_counts[index]
+            scale = ranks_with_samples / sum_of_counts[index]
+        # Nothing of this rank is in the mean. Its total may be NaN, and so may be the gradient behind it.
+        if local_terms.counts[index] == 0:
             scale = 0.0
-        apply = cast("Any", _GlobalMean.apply)
-        means[term] = apply(contribution.tensors[term], value, scale)
+        means[term] = apply(tensor, value, scale)
+    # Terms travel in the order of their names, as dicts of two ranks may differ in order; here in that of `total`.
     in_order = iter([means[term] for term, _ in leaves(total)])
     result: T = mapped(total, lambda _: next(in_order))
     return result
 
 
-def _contribution(total: object, count: object) -> Contribution:
-    """Return this rank's terms, checked, in the order of their names.
+class _Terms(NamedTuple):
+    """The numbers that a rank sends: zeros for a term that does not count."""
 
-    The numbers are whether the rank stands in, and then total and count of each term, zeros where it does not count.
-    """
-    totals = dict(leaves(total))
-    counts = dict(leaves(count))
+    stands_in: float  # 1 if the rank stands in for one without samples, else 0
+    totals: list[float]  # of each term, in the order of their names
+    counts: list[float]  # likewise
+
+    def to_numbers(self) -> list[float]:
+        """Return them as one row, as `Contribution.numbers` takes it."""
+        return [self.stands_in, *self.totals, *self.counts]
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[float]) -> _Terms:
+        """Return those of a row."""
+        terms = (len(numbers) - 1) // 2
+        return cls(numbers[0], list(numbers[1 : 1 + terms]), list(numbers[1 + terms :]))
+
+
+def _contribution(total: object, count: object) -> Contribution:
+    """Return this rank's terms, checked, in the order of their names; the numbers are those of `_Terms`."""
+    totals: dict[str, object] = dict(leaves(total))
+    counts: dict[str, object] = dict(leaves(count))
     if not totals:
         raise ValueError(f"there is no term in {total!r}: pass at least one")
     if totals.keys() != counts.keys():
@@ -114,27 +139,39 @@ def _contribution(total: object, count: object) -> Contribution:
     tensors = {term: _as_total(f"total{term}", totals[term]) for term in terms}
     for term in terms:
         _require_count(f"count{term}", counts[term])
+    # Totals and counts at once: the host waits for the device once.
+    numbers = _read([*tensors.values(), *[counts[term] for term in terms]])
+    local_totals = numbers[: len(terms)]
+    local_counts = numbers[len(terms) :]
     stands_in = STANDS_IN.get()
-    numbers = [float(stands_in)]
-    read = _read([*tensors.values(), *(counts[term] for term in terms)])
-    for term, number, of_items in zip(terms, read[: len(terms)], read[len(terms) :], strict=True):
-        if not is_number(of_items):
-            raise ValueError(f"count{term} is {of_items!r}, not a finite number >= 0")
+    for index, term in enumerate(terms):
+        if not is_number(local_counts[index]):
+            raise ValueError(f"count{term} is {local_counts[index]!r}, not a finite number >= 0")
         # Selected here: 0 times NaN is NaN.
-        numbers += [number, of_items] if of_items > 0 and not stands_in else [0.0, 0.0]
-    return Contribution([f"global_mean of {_named(totals)}"], tensors=tensors, numbers=numbers)
+        if local_counts[index] == 0 or stands_in:
+            local_totals[index] = 0.0
+            local_counts[index] = 0.0
+    return Contribution(
+        [f"global_mean of {_named(totals)}"],
+        tensors=tensors,
+        numbers=_Terms(float(stands_in), local_totals, local_counts).to_numbers(),
+    )
 
 
 def _named(terms: Mapping[str, object]) -> str:
     """Return the places of the terms in their structure, for messages."""
-    return "one term" if "" in terms else f"the terms {', '.join(sorted(terms))}"
+    if "" in terms:  # a single value, in no structure
+        return "one term"
+    return f"the terms {', '.join(sorted(terms))}"
 
 
 def _as_total(label: str, value: object) -> Tensor:
     """Return a total as a floating-point tensor, or raise a ValueError."""
     if isinstance(value, Tensor):
         _require_element(label, value)
-        return value if value.is_floating_point() else value.to(torch.get_default_dtype())
+        if value.is_floating_point():
+            return value
+        return value.to(torch.get_default_dtype())
     return torch.tensor(_as_float(label, value), dtype=torch.get_default_dtype())
 
 
@@ -150,7 +187,7 @@ def _require_count(label: str, value: object) -> None:
 
 def _require_element(label: str, tensor: Tensor) -> None:
     """Raise a ValueError unless a tensor holds one real number."""
-    if hasattr(tensor, "device_mesh"):
+    if hasattr(tensor, "device_mesh"):  # torch 2.4 has the class `DTensor` elsewhere
         raise ValueError(f"{label} is a DTensor: pass its full_tensor()")
     if tensor.numel() != 1:
         raise ValueError(f"{label} is one number, got a tensor of shape {tuple(tensor.shape)}: pass its sum")
@@ -158,26 +195,33 @@ def _require_element(label: str, tensor: Tensor) -> None:
         raise ValueError(f"{label} is a real number, got {tensor.dtype}")
 
 
-def _as_float(label: str, value: Any) -> float:
+def _as_float(label: str, value: object) -> float:
     """Return a number of any type as a float, or raise a ValueError."""
     try:
-        if not isinstance(value, (str, bytes)):
-            return float(value)
+        if not isinstance(value, (str, bytes)):  # of which float("3") would read one
+            return float(value)  # type: ignore[arg-type]  # whatever has __float__
     except (TypeError, ValueError, OverflowError):
         pass
     raise ValueError(f"{label} is one number, got {value!r:.80} of type {type(value).__name__}")
 
 
-def _read(values: Sequence[Any]) -> list[float]:
+def _read(values: Sequence[object]) -> list[float]:
     """Return numbers and one-element tensors as floats. The host waits once for all that are on one device."""
-    numbers = {index: float(value) for index, value in enumerate(values) if not isinstance(value, Tensor)}
-    tensors = {index: value.detach() for index, value in enumerate(values) if isinstance(value, Tensor)}
-    devices = {tensor.device for tensor in tensors.values()}
-    for device in devices:
-        of_device = {index: tensor for index, tensor in tensors.items() if tensor.device == device}
-        doubles = torch.stack([tensor.reshape(()).double() for tensor in of_device.values()])
-        numbers.update(zip(of_device, doubles.tolist(), strict=True))
-    return [numbers[index] for index in range(len(values))]
+    numbers = [0.0] * len(values)
+    indices_on_device: dict[torch.device, list[int]] = {}
+    doubles_on_device: dict[torch.device, list[Tensor]] = {}
+    for index, value in enumerate(values):
+        if isinstance(value, Tensor):
+            indices_on_device.setdefault(value.device, []).append(index)
+            # Sums are of counts, which float32 rounds from 2**24 on.
+            doubles_on_device.setdefault(value.device, []).append(value.detach().reshape(()).double())
+        else:
+            numbers[index] = _as_float("a number", value)
+    for device, indices in indices_on_device.items():
+        read = torch.stack(doubles_on_device[device]).tolist()
+        for index, number in zip(indices, read, strict=True):
+            numbers[index] = number
+    return numbers
 
 
 class _GlobalMean(torch.autograd.Function):
@@ -192,5 +236,6 @@ class _GlobalMean(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = gradients
         if ctx.scale == 0.0:
-            return torch.zeros_like(gradient), None, None  # the gradient may be NaN
+            # Not the product: the gradient may be NaN.
+            return torch.zeros_like(gradient), None, None
         return gradient * ctx.scale, None, None

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_gradavg._lightning.internals import scale_each, stored
 from lightning_gradavg.reduction.average import average_gradients
@@ -17,7 +17,11 @@ __all__ = ["ModelGradients", "ReplicatedGradients", "scale_gradients"]
 
 
 class ModelGradients(Protocol):
-    """What a window asks of the model whose gradients it reduces."""
+    """What a window asks of the model whose gradients it reduces, in this order.
+
+    `parameters` and `leaves` are two sets under FSDP2 alone: an optimizer reads shards, and autograd accumulates into
+    unsharded parameters, which exist during a forward and a backward.
+    """
 
     def parameters(self) -> Sequence[nn.Parameter]:
         """Return the parameters whose gradients an optimizer reads, asked once at the beginning of a window."""
@@ -38,8 +42,8 @@ class ModelGradients(Protocol):
 class ReplicatedGradients:
     """The gradients of a model that every rank has in full, and DDP averages.
 
-    DDP does not know parameters that were frozen when it was built. Stock DDP leaves each rank its own gradient of
-    those that are unfrozen later, as by BackboneFinetuning, and the ranks drift apart
+    DDP does not know parameters that were frozen when it was built (`_build_params_for_reducer`). Stock DDP leaves each
+    rank its own gradient of those that are unfrozen later, as by BackboneFinetuning, and the ranks drift apart
     (`test_ranks_steps.py`: unfrozen parameters). Here they are averaged after the backward.
     """
 
@@ -79,17 +83,27 @@ class ReplicatedGradients:
         """Average the gradients of those that were frozen when DDP was built, and train now."""
         if not self._frozen:
             return
+        # A window of one optimizer asks for its own parameters: those of another one are averaged at its window's end.
         asked = set(parameters)
-        unfrozen = [parameter for parameter in self._frozen if parameter.requires_grad and parameter in asked]
+        unfrozen: list[nn.Parameter] = []
+        for parameter in self._frozen:
+            if parameter.requires_grad and parameter in asked:
+                unfrozen.append(parameter)
+        # Collective: all ranks must unfreeze the same parameters at the same step, as replicas do.
         if unfrozen:
             average_gradients(unfrozen, group=self._group)
 
 
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> int:
     """Multiply the gradients of the parameters that train by a factor; return how many there are."""
-    gradients = [parameter.grad for parameter in parameters if parameter.requires_grad and parameter.grad is not None]
+    gradients: list[Tensor] = []
+    for parameter in parameters:
+        # The others may hold gradients from before the window, or those of another optimizer's window.
+        if parameter.requires_grad and parameter.grad is not None:
+            gradients.append(stored(parameter.grad))
+    # In full windows the factor is exactly 1 (`test_factor.py`), and costs no pass.
     if factor != 1 and gradients:
         # 0 times NaN is NaN: what no rank has a weight for was discarded by the guard before.
         with torch.profiler.record_function("GradAvg: scale gradients"):
-            scale_each(map(stored, gradients), factor)
+            scale_each(gradients, factor)
     return len(gradients)

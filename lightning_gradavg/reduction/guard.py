@@ -24,6 +24,7 @@ def without_discarded_nan(gradient: Tensor) -> Tensor:
     """
     if not _discarding:
         return gradient
+    # Infinity stays: it may be another rank's, and the rule passes it on, as DDP does.
     return gradient.masked_fill(gradient.isnan(), 0)
 
 
@@ -55,7 +56,9 @@ class DiscardedGradients:
                 self._handles.append(leaf.register_hook(hook))
 
     def end(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks. May be called again, as after an exception."""
+        # Not left on the parameters with a switch: a hook costs a call of Python in every backward, and
+        # `test_ranks_stock.py` counts those that stay.
         _discarding.discard(self)
         for handle in self._handles:
             handle.remove()
@@ -63,6 +66,7 @@ class DiscardedGradients:
 
 
 def _zeros(gradient: Tensor | None) -> Tensor | None:
+    """Return zeros in place of a gradient."""
     if gradient is None:
         return None
     # A copy: autograd may hold the tensor elsewhere. In place, the layout of sparse and sharded gradients stays.
@@ -73,6 +77,7 @@ def _zeros(gradient: Tensor | None) -> Tensor | None:
 
 
 def _without_nan(gradient: Tensor | None) -> Tensor | None:
+    """Return a gradient with 0 in place of NaN."""
     if gradient is None:
         return None
     with torch.profiler.record_function("GradAvg: discard gradient"):
@@ -98,6 +103,7 @@ class BypassGuard:
 
     def _check(self, leaf: Tensor) -> None:
         if not self._is_weighed():
+            # A user who catches the error must not step on it.
             leaf.grad = None
             raise RuntimeError(
                 f"a gradient of shape {tuple(leaf.shape)} reached the model by a backward that bypassed"
@@ -113,7 +119,11 @@ class BypassGuard:
 
 
 class ReachedParameters:
-    """Notes which parameters a backward reaches, from its making until `end`."""
+    """Notes which parameters a backward reaches, from its making until `end`.
+
+    Gradients do not tell: those of micro-batches before are there, too. A walk over the graph would, before the
+    backward, but it does not know what FSDP and checkpointing recompute.
+    """
 
     def __init__(self, leaves: Iterable[nn.Parameter]) -> None:
         """Watch the parameters into which autograd accumulates."""

@@ -11,7 +11,7 @@ import torch
 from lightning_gradavg._support.collectives import ReducedRow, World
 from lightning_gradavg._support.place import Place
 from lightning_gradavg.reduction.factor import factor_before, inverse_power_of_two
-from lightning_gradavg.rules import Rule, depends_on_length, share_of
+from lightning_gradavg.rules import RULES, Rule, depends_on_length, share_of
 
 __all__ = ["Lift", "WindowOptions"]
 
@@ -55,6 +55,9 @@ class WindowOptions:
     @property
     def may_wait_before_backward(self) -> bool:
         """Whether a window of one micro-batch exchanges its totals before the backward, on all ranks."""
+        # If one rank waited before its backward and another one after, the first would wait for a row that the second
+        # has not sent, and the second in DDP's all-reduce for the first. So this must follow from what ranks share:
+        # where the user ends windows, a rank's window of one may be another's of two, which has sent no row yet.
         return not (self.user_ends_windows or self.in_pieces or self.has_float16)
 
     @cached_property
@@ -62,12 +65,20 @@ class WindowOptions:
         """Whether the rule cannot serve a window of several micro-batches."""
         return depends_on_length(self.rule, self.places) and not self.rule.averages_window
 
+    @property
+    def leaves_out_missing_pairs(self) -> bool:
+        """Whether `Z` counts pairs, and so must leave out those of ranks that have no micro-batch."""
+        # Under rules with weights a missing pair has weight 0, and Z of a sum is 1 for any number of pairs. Node rules
+        # would have to know which ranks lack a batch: `Reduction` refuses such steps.
+        return self.rule == RULES["mean"]
+
 
 class Lift:
     """What losses carry beside their multipliers where `Z` is known only after the backward; one for all windows.
 
     `reduction.factor` has the table. Under a rule without weights it is known at once. Under a rule with weights it is
-    chosen by the first micro-batch of the run.
+    chosen by the first micro-batch of the run, in this order: a window asks `is_chosen`, then calls `choose` on all
+    ranks, then uses `value`.
     """
 
     def __init__(self, options: WindowOptions) -> None:
@@ -87,6 +98,7 @@ class Lift:
         after an exception, must not ask alone.
         """
         options = self._options
+        # The largest, and not each rank's own: all losses of a window must carry the same, as it is divided out once.
         with torch.profiler.record_function("GradAvg: choose lift"):
             (largest,) = ReducedRow([normalizer], "max", options.device, options.world.group).read()
         lift = inverse_power_of_two(largest)
@@ -96,8 +108,10 @@ class Lift:
         """Return the lift of a window whose losses the training loop divides by `divisor`."""
         options = self._options
         if options.rule.uses_weight:
-            return 1.0 if self._power_of_two is None else self._power_of_two
+            assert self._power_of_two is not None, "the first micro-batch of a window that needs a lift chooses it"
+            return self._power_of_two
         if options.has_float16:
+            # N * W / Z is N * W under "sum", which overflows float16 where the result does not.
             return 1.0
         if options.rule.averages_window:
             # The window's length divides N, which is then left for after the reduction: N / length is 1 in full ones.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,6 +76,7 @@ class WeighedLoss:
         self.micro_batch = micro_batch
         self._factor = _Factor()
         self.value = loss
+        # The plain mean: stock's graph, and so stock's bits and memory (`test_ranks_stock.py`).
         if not multiplies:
             return
         # A node of its own: a hook on the node of the user's loss would also see other backwards through it.
@@ -86,7 +87,9 @@ class WeighedLoss:
             without_graph = WeighedLoss(loss.detach(), micro_batch, multiplies=False)
             without_graph._factor = self._factor  # of the same class
             self._factor.begin = partial(on_backward, without_graph)
+        # Without a graph there is nothing to multiply: a loss of weight 0, or the copy above.
         if self.value.grad_fn is not None:
+            # A bound method of `_Factor`, which holds no loss: see there.
             self.value.grad_fn.register_prehook(self._factor.multiply)
 
     @property
@@ -100,7 +103,11 @@ class WeighedLoss:
 
 
 class _Factor:
-    """The factor of a loss, which the graph of the loss holds. It must not hold the loss."""
+    """The factor of a loss, which the graph of the loss holds. It must not hold the loss.
+
+    A hook, and not a product with a tensor: a tensor's value would have to be known in the forward, while the factor
+    may be known only when the backward begins, and the loss that the user logs would be another number.
+    """
 
     def __init__(self) -> None:
         self.value = 1.0
@@ -125,6 +132,7 @@ def as_weight(value: object) -> float:
         TypeError: If it is not one real number.
     """
     if isinstance(value, Tensor):
+        # Of bool and integers, too: `(targets != -100).sum()` is the usual one.
         if value.numel() != 1 or value.is_complex():
             raise TypeError(f"a weight is one number, got a tensor of shape {tuple(value.shape)} and {value.dtype}")
         return float(value.detach())
@@ -133,6 +141,7 @@ def as_weight(value: object) -> float:
             f"a weight is one number, got a dict of {list(value)}. If each term of a loss has a count of its own, use"
             " reduction='mean', and return the sum of lightning_gradavg.global_mean(total, count) of all terms"
         )
+    # `float("3")` is 3, but a text is no number of terms.
     if not isinstance(value, (str, bytes)):
         try:
             return float(value)  # type: ignore[arg-type]  # whatever has __float__: NumPy, Fraction, Decimal
@@ -155,7 +164,7 @@ def require_loss(loss: object) -> Tensor:
 
 _IGNORE_INDEX = -100  # the default of torch's losses
 _TARGETS = (torch.int16, torch.int32, torch.int64)
-_BATCHES_SEARCHED = 8
+_BATCHES_SEARCHED = 8  # a search reads a whole batch on the host
 _IGNORED = (
     "integer tensors of a batch hold -100, the targets that torch's losses ignore, and no weight is given: the loss"
     " is then weighted by its samples, including the ignored ones. If it is a mean over targets, return"
@@ -179,7 +188,9 @@ class Weights:
         self._warn = warn
         self._inform = inform
         self._explicit: bool | None = None  # whether the micro-batches before had weights; None before the first
-        self._batches_to_search = _BATCHES_SEARCHED if rule.uses_weight else 0
+        self._batches_to_search = 0
+        if rule.uses_weight:
+            self._batches_to_search = _BATCHES_SEARCHED
         self._has_ignored_targets = False
 
     def look_at(self, batch: object) -> None:
@@ -188,8 +199,10 @@ class Weights:
             return
         self._batches_to_search -= 1
         for _, leaf in leaves(batch):
-            if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.dtype in _TARGETS:
-                self._has_ignored_targets |= bool((leaf == _IGNORE_INDEX).any())
+            # On an accelerator the search would wait for the device.
+            is_searched = isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.dtype in _TARGETS
+            if is_searched and bool((leaf == _IGNORE_INDEX).any()):
+                self._has_ignored_targets = True
 
     def read(
         self, weight: object, batch: object, samples: float | None = None, problem: str | None = None
@@ -202,21 +215,14 @@ class Weights:
             samples: The number of samples if the batch does not tell it; 0 if they do not count.
             problem: A problem that is known already.
         """
-        is_given = weight is not None
-        absent = samples == 0
-        # Weights are neither read nor sent, so nothing about them can be wrong on one rank alone.
         if not self._rule.uses_weight:
-            if isinstance(weight, Mapping):
-                as_weight(weight)  # raises
-            if is_given:
-                self._warn(
-                    f'a "weight" was given, but reduction={self._rule.name!r} does not use weights: it is ignored.'
-                )
-            return MicroBatch(0.0 if absent else 1.0, absent=absent)
+            return self._read_unused(weight, samples)
+        is_given = weight is not None
         # Whatever is wrong becomes a problem of the micro-batch: raised here, it would leave the other ranks waiting.
+        # The first one found is kept, as it is the cause.
         if problem is None:
             problem = self._note(given=is_given)
-        if absent:
+        if samples == 0:
             return MicroBatch(0.0, is_given, problem, absent=True)
         if problem is None and samples is not None and not is_given:
             problem = _dropped_samples(batch, samples)
@@ -224,16 +230,31 @@ class Weights:
         try:
             number = self._number(weight, batch, samples)
         except TypeError as error:
-            problem = problem or str(error)
+            if problem is None:
+                problem = str(error)
         except ValueError:
-            problem = problem or (
-                f"the number of samples cannot be read from a batch of type {type(batch).__name__}:"
-                ' return {"loss": loss, "weight": n} from training_step'
-            )
+            if problem is None:
+                problem = (
+                    f"the number of samples cannot be read from a batch of type {type(batch).__name__}:"
+                    ' return {"loss": loss, "weight": n} from training_step'
+                )
         return MicroBatch(number, is_given, problem)
+
+    def _read_unused(self, weight: object, samples: float | None) -> MicroBatch:
+        """Return what is known of a micro-batch under a rule without weights."""
+        # Weights are neither read nor sent, so nothing about them can be wrong on one rank alone.
+        if isinstance(weight, Mapping):
+            # A dict of weights asks for a mean of each loss term, which this rule would silently not take.
+            as_weight(weight)  # raises
+        if weight is not None:
+            self._warn(f'a "weight" was given, but reduction={self._rule.name!r} does not use weights: it is ignored.')
+        if samples == 0:
+            return MicroBatch(0.0, absent=True)
+        return MicroBatch(1.0)
 
     @staticmethod
     def _number(weight: object, batch: object, samples: float | None) -> float:
+        """Return the weight that is given, or else the number of samples; raise a TypeError or ValueError about it."""
         if weight is not None:
             return as_weight(weight)
         if samples is not None:
@@ -242,6 +263,8 @@ class Weights:
 
     def _note(self, *, given: bool) -> str | None:
         """Tell the user about the default weight; return a problem if only some steps of the run have weights."""
+        # Weights and samples are of different sizes. All ranks compare their own steps here, and the digest of
+        # `totals.must_agree` compares the ranks of one window.
         before = self._explicit
         self._explicit = given
         if given:
@@ -257,7 +280,7 @@ class Weights:
         return f"a weight was given in the steps before, but not in this one: {ALWAYS_OR_NEVER}"
 
 
-def _dropped_samples(batch: Any, samples: float) -> str | None:
+def _dropped_samples(batch: object, samples: float) -> str | None:
     """Return the problem that a batch has fewer rows than the samples that were loaded for it, if it tells its rows."""
     try:
         rows = batch_samples(batch)

@@ -64,7 +64,7 @@ class GradAvgReducer:
         self._guard: BypassGuard | None = None
         self._ends_window: Callable[[], bool] = self._reduces_next
         self._frozen: list[nn.Parameter] = []  # when DDP was built
-        # Models come and go, as in cross-validation; of each, whether DDP reduces after its last forward.
+        # Of each model, whether DDP reduces after its last forward. Weak: models come and go, as in cross-validation.
         self._models: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
     def register(self, model: DistributedDataParallel, *, node: int | None = None) -> None:
@@ -90,19 +90,53 @@ class GradAvgReducer:
                 "static_graph=True makes DDP treat its first backward as every step's, which those within a window"
                 " are not. Leave it out, or use lightning_gradavg.GradAvgStrategy with Lightning's Trainer."
             )
-        world, rule = World.of(model.process_group), self._rule
+        world = World.of(model.process_group)
         if self._models and self._windows is not None and world != self._windows.options.world:
             raise ValueError("the models of one reducer are reduced over one process group: use a reducer for each")
-        node_of_rank = rule.node if node is None else node
-        _, agreed = world.agree(
-            "GradAvgReducer cannot reduce",
-            lambda: Contribution([f"reduction={rule.name!r}, {rule.formula}"], node=node_of_rank),
-        )
+        nodes = self._agree(world, node)
         if self._windows is not None and not self._windows.are_empty:
             raise RuntimeError(
                 "register is called within a window, which would be lost. Register models before the first backward, or"
                 " after one that reduces."
             )
+        self._require_known_parameters(model, world)
+        # Each once, in order: models may share some.
+        parameters: dict[nn.Parameter, None] = {}
+        for registered in [*self._models, model]:
+            parameters.update(dict.fromkeys(registered.parameters()))
+        if world.size > 1:
+            self._frozen += [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        # Those of models that are gone are not reduced any more.
+        self._frozen = [parameter for parameter in self._frozen if parameter in parameters]
+        options = WindowOptions(
+            rule=self._rule,
+            places=places_on_nodes(nodes),
+            world=world,
+            device=next(model.parameters()).device,
+            user_ends_windows=True,
+            has_float16=any(parameter.dtype == torch.float16 for parameter in parameters),
+        )
+        self.watch(model, options, ReplicatedGradients(list(parameters), frozen=self._frozen, group=world.group))
+
+    def _agree(self, world: World, node: int | None) -> list[int]:
+        """Return the node of every rank; raise a ValueError on all if the ranks' rules differ. A collective operation.
+
+        `node` is that of this rank, or None if the rule finds it from the launcher, where it needs one.
+        """
+        rule = self._rule
+
+        def contribute() -> Contribution:
+            node_of_rank = rule.node if node is None else node
+            return Contribution([f"reduction={rule.name!r}, {rule.formula}"], node=node_of_rank)
+
+        _, agreed = world.agree("GradAvgReducer cannot reduce", contribute)
+        return agreed.nodes
+
+    @staticmethod
+    def _require_known_parameters(model: DistributedDataParallel, world: World) -> None:
+        """Raise a ValueError if parameters were frozen or unfrozen between DDP's making and now."""
+        # DDP lists its parameters once, in `_build_params_for_reducer`. Those that are unfrozen after `register` are
+        # averaged here (`ReplicatedGradients`), which knows of them because they are frozen now.
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if world.size > 1 and not model.parameters_to_ignore and len(trained) != parameters_known_to(model):
             raise ValueError(
@@ -110,22 +144,6 @@ class GradAvgReducer:
                 " DistributedDataParallel was made, which reduces those alone. Freeze or unfreeze parameters before you"
                 " wrap the model, or after register, which knows of the rest."
             )
-        # Each once: models may share some.
-        parameters: dict[nn.Parameter, None] = {}
-        for registered in [*self._models, model]:
-            parameters.update(dict.fromkeys(registered.parameters()))
-        if world.size > 1:
-            self._frozen += [parameter for parameter in model.parameters() if not parameter.requires_grad]
-        self._frozen = [parameter for parameter in self._frozen if parameter in parameters]
-        options = WindowOptions(
-            rule=rule,
-            places=places_on_nodes(agreed.nodes),
-            world=world,
-            device=next(model.parameters()).device,
-            user_ends_windows=True,
-            has_float16=any(parameter.dtype == torch.float16 for parameter in parameters),
-        )
-        self.watch(model, options, ReplicatedGradients(list(parameters), frozen=self._frozen, group=world.group))
 
     def watch(
         self,
@@ -142,6 +160,7 @@ class GradAvgReducer:
             gradients: Where the gradients of all registered models are.
             ends_window: Returns whether the next backward ends its window; by default DDP's `no_sync` says it.
         """
+        # The guard and the windows are those of all models so far, and are made anew with each.
         if self._guard is not None:
             self._guard.remove()
         windows = OpenWindows(options, gradients)
@@ -154,6 +173,8 @@ class GradAvgReducer:
         model.register_forward_pre_hook(self._on_forward)
 
     def _on_forward(self, model: nn.Module, *_: object) -> None:
+        """Note whether DDP will reduce what this forward leads to, as DDP's `_post_forward` decides it."""
+        # A forward without gradients, as in validation, prepares no reduction.
         if torch.is_grad_enabled():
             self._models[model] = bool(getattr(model, "require_backward_grad_sync", True))
 
@@ -190,6 +211,7 @@ class GradAvgReducer:
         if weight is None and samples is None and self._rule.uses_weight:
             problem = needs_weight(self._rule)
         micro_batch = self._weights.read(weight, None, samples, problem)
+        # As under `Stock`. With `divided_by` a trainer divides by N, and a short window must be multiplied.
         if self._is_mean and divided_by is None:
             if micro_batch.absent:
                 raise ValueError(
@@ -198,11 +220,12 @@ class GradAvgReducer:
                 )
             return loss  # to the bits of stock DDP
         windows = self._windows
-        last = self._ends_window()
+        # Now, not in the backward: the user may leave `no_sync()` between the two.
+        ends_window = self._ends_window()
         divisor = 1.0 if divided_by is None else divided_by
 
         def begin(weighed: WeighedLoss) -> None:
-            self._begin_backward(windows, weighed, last=last, divisor=divisor)
+            self._begin_backward(windows, weighed, ends_window=ends_window, divisor=divisor)
 
         return WeighedLoss(loss, micro_batch, on_backward=begin).value
 
@@ -214,36 +237,45 @@ class GradAvgReducer:
                 "some models are within no_sync() and some are not, so it is not clear whether this backward ends the"
                 " window. Enter it for all models of the loop, or for none."
             )
-        (last,) = synced
-        if last and not any(self._models.values()):
+        (reduces,) = synced
+        if reduces and not any(self._models.values()):
             # Gradients would stay those of each rank, without a word, as with stock DDP.
             raise RuntimeError(_NOTHING_REDUCED)
-        return bool(last)
+        return bool(reduces)
 
-    def _begin_backward(self, windows: OpenWindows, loss: WeighedLoss, *, last: bool, divisor: float) -> None:
-        """Weigh a loss at the root of its backward, and finish the gradients after it."""
+    def _begin_backward(self, windows: OpenWindows, loss: WeighedLoss, *, ends_window: bool, divisor: float) -> None:
+        """Weigh a loss at the root of its backward, and finish the gradients after it.
+
+        The loop runs the backward, so this comes within it: `WeighedLoss` calls this at its root, and autograd calls
+        `end` after DDP's reduction, or `fail` if the backward or the reduction raises.
+        """
         if windows.are_in_backward:
             raise RuntimeError(
                 "a backward runs two weighed losses, and each of them would end its window. Add the losses up, and"
                 " weigh their sum."
             )
+        # Not in `weigh`: a loss may be weighed and never run, and the parameters that train now say whose it is.
         window = windows.next(loss)
-        window.add(loss, last=last, divisor=divisor)
+        window.add(loss, ends_window=ends_window, divisor=divisor)
         window.begin_backward(loss)
         models = list(self._models)
+        # Hooks on all parameters, which the usual loop of one model does not pay for.
         reaching: ReachedParameters | None = None
         if len(models) > 1:
             reaching = ReachedParameters(parameter for model in models for parameter in model.parameters())
 
         def end() -> None:
-            reached = None if reaching is None else reaching.end()
+            reached: set[Tensor] | None = None  # None: all models are reached, as there is one
+            if reaching is not None:
+                reached = reaching.end()
             for model in models:
                 # One loss may reach only some of the models, as those of an actor and a critic.
                 if reached is not None and reached.isdisjoint(model.parameters()):
                     continue
-                if last and not self._models[model]:
+                if ends_window and not self._models[model]:
                     window.abandon()
                     raise RuntimeError(_NOTHING_REDUCED)
+                # DDP reduces in one backward after a forward: the next one needs a forward of its own.
                 self._models[model] = False
             if window.end_backward():
                 window.close()

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gradavg._lightning.internals import flushes_static_graph, stored
+from lightning_gradavg._lightning.internals import flushes_static_graph
 from lightning_gradavg._lightning.part import Part, Run
-from lightning_gradavg._support.text import by_value
 from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.engine import Engine, StepFacts, Stock, Weighed
 from lightning_gradavg.reduction.gradients import ReplicatedGradients
-from lightning_gradavg.reduction.kept import KeptGradients, PieceGradients
+from lightning_gradavg.reduction.judge import Judge
 from lightning_gradavg.reduction.lift import WindowOptions
 from lightning_gradavg.reduction.loss import MicroBatch, WeighedLoss, Weights, require_loss
+from lightning_gradavg.reduction.missing_loss import RUN_NUMBERS, StepWithoutLoss
+from lightning_gradavg.reduction.set_aside import PieceGradients
 from lightning_gradavg.reduction.window import OpenWindows, WindowRecord
 from lightning_gradavg.reduction.zero_loss import sparse_weights, zero_loss
 from lightning_gradavg.rules import RULES, Rule, depends_on_length
@@ -36,7 +38,7 @@ class Observer(Protocol):
     def samples_of(self, samples: float | None, batch: object) -> float | None:
         """Return the samples of a micro-batch, None if they are not known."""
 
-    def backward(self, *, last: bool) -> Any:
+    def backward(self, *, last: bool) -> AbstractContextManager[object]:
         """Return a context for a backward, the last of its window or not."""
 
     def reduced(self, record: WindowRecord) -> None:
@@ -98,29 +100,34 @@ class Reduction(Part):
 
     def setup(self, run: Run) -> None:
         """Forget an earlier run."""
+        # A strategy may serve several runs, as a learning-rate search before `fit`: nothing of an earlier one may stay.
         super().setup(run)
         self.is_manual = not run.module.automatic_optimization
         self._weights = Weights(self.rule, self._warn_on_rank_zero, self._inform_on_rank_zero)
         self.look_at = self._weights.look_at
         self.observer: Observer | None = None
         self.pending: WeighedLoss | None = None
-        self._batch: Any = None
-        self._skips_backward = False  # whether Lightning runs the step without a backward
-        self._is_holding = False  # whether the next backwards stay local
-        self._is_lost = False  # whether this rank has no loss in the running step, and nobody judges it
-        self._has_reduced = False
+        # Of the running step.
+        self._batch: object = None
+        self._skips_backward = False  # whether Lightning runs it without a backward
+        self._window_continues = False  # whether the next backwards stay local
+        self._without: StepWithoutLoss | None = None  # if this rank has no loss in it, and nobody judges it
+        # Of the run so far.
+        self._has_reduced = False  # whether DDP has seen a backward, which a static graph records
         self._batch_number = -1  # of the training step before
+        self._step_number = 0
+        # Of the run, from `configure_ddp` and `begin` on.
+        self._run_number = -1
         self._steps_in_pieces = False
         self._counts_ranks = False
         self._parameters: Sequence[nn.Parameter] = ()
         self._sparse: dict[int, Tensor] = {}
-        self._losses: list[Tensor | None] = []  # of the window, under `nonfinite`
-        self._kept_of_lost_step: KeptGradients | None = None
+        self._judge: Judge | None = None  # under `nonfinite`
 
     def configure_ddp(self, run: Run) -> None:
         """Begin a run that trains: register a communication hook if it needs one, and choose the engine."""
         named = dict(run.ddp.module.named_parameters())
-        ignored = [name for name in named if {name, f".{name}"} & run.ddp.parameters_to_ignore]
+        ignored = _ignored(run.ddp, list(named))
         self._refuse(run, ignored)
         self._parameters = list(named.values())
         self._sparse = sparse_weights(run.ddp)
@@ -132,6 +139,10 @@ class Reduction(Part):
         """Begin a run that trains by an engine."""
         super().configure_ddp(run)
         self._engine = engine
+        self._run_number = next(RUN_NUMBERS)
+        if self.judges:
+            self._judge = Judge(self._nonfinite, run, rank_zero_info)
+        # A user's function of weights is tried at several places; named rules with weights count no ranks.
         if self.rule.uses_weight:
             self._counts_ranks = depends_on_length(self.rule, run.places)
         else:
@@ -197,32 +208,34 @@ class Reduction(Part):
             " not accumulate."
         )
 
-    def hold(self, *, holding: bool) -> None:
-        """Note whether the following backwards stay local."""
+    def set_window_continues(self, *, continues: bool) -> None:
+        """Note whether the window goes on after the following backwards, which then stay local."""
         is_static = self.run.model is not None and self.run.model.static_graph
         # Under the plain mean stock serves a window that is not the first; torch fails an assertion in that.
         is_served = self.is_stock and self._has_reduced
-        if holding and is_static and not is_served:
+        if continues and is_static and not is_served:
             self._refuse_windows_of_static_graph()
-        self._is_holding = holding
+        self._window_continues = continues
 
-    def begin_step(self, batch: Any, missing: int = 0, *, may_miss: bool = False) -> None:
+    def begin_step(self, batch: object, missing: int = 0, *, may_miss: bool = False) -> None:
         """Begin a training step with its batch, which `missing` ranks do not have; `may_miss` if that can happen."""
         self._batch = batch
+        self._step_number += 1
         self.pending = None  # of a step before, which has had no backward
         self._skips_backward = self.run.loop.skips_backward
-        if self._kept_of_lost_step is not None:
-            self._kept_of_lost_step.add_back()
-            self._kept_of_lost_step = None
+        if self._without is not None:
+            self._without.end()
+            self._without = None
         if missing > 0:
             self._refuse_missing(missing)
         facts = self._step_facts(missing, may_miss=may_miss)
-        if facts.begins_window:
-            self._losses = []  # of a window that an epoch cut off
+        if facts.begins_window and self._judge is not None:
+            self._judge.begin_window()
         self._engine.begin_step(facts)
 
     def _refuse_missing(self, missing: int) -> None:
         """Raise a RuntimeError if the rule counts ranks, and some have no batch."""
+        # The plain mean counts them, too, but knows how many pairs there are: Lightning says where a window ends.
         averages = self.rule == RULES["mean"] and not self.is_manual
         if self._counts_ranks and not averages:
             mode = " in manual optimization" if self.rule == RULES["mean"] else ""
@@ -234,67 +247,103 @@ class Reduction(Part):
 
     def end_step(self) -> None:
         """Forget the batch, when `training_step` has ended."""
+        # Else its memory lasts until the next one, as no batch of stock does (`test_ranks_stock.py`: a batch is freed).
         self._batch = None
 
     def _step_facts(self, missing: int, *, may_miss: bool) -> StepFacts:
+        """Return what the loop says of the step.
+
+        Lightning counts windows by the index of the batch in its epoch, and ends the last one with the epoch
+        (`_TrainingEpochLoop._should_accumulate`):
+
+            | the window of the step             | may end early, because                                       |
+            |------------------------------------|--------------------------------------------------------------|
+            | is one of N batches                | some ranks may have no batch in it (`may_miss`)              |
+            | is what remains of the epoch       | fewer than N batches remain                                  |
+            | is of a loader without a length    | the epoch may end at any batch                               |
+            | is of manual optimization          | never: the user ends it, and Lightning divides by nothing    |
+        """
         if self.is_manual:
-            return StepFacts(begins_window=False, divisor=None, missing=missing)
+            return StepFacts(begins_window=False, missing=missing, is_manual=True)
         epoch_loop = self.run.trainer.fit_loop.epoch_loop
         divisor: int = self.run.trainer.accumulate_grad_batches
-        position = epoch_loop.batch_idx % divisor
-        count = self.run.trainer.num_training_batches
-        remaining = count - epoch_loop.batch_idx + position
-        batch_number: int = epoch_loop.total_batch_idx
-        repeats = batch_number == self._batch_number
+        batch_index: int = epoch_loop.batch_idx
+        position = batch_index % divisor
+        batches_of_epoch = self.run.trainer.num_training_batches
+        remaining = batches_of_epoch - (batch_index - position)  # from the first batch of the window on
+        self._refuse_repeated_batch(epoch_loop.total_batch_idx, divisor)
+        return StepFacts(
+            begins_window=position == 0,
+            missing=missing,
+            divisor=divisor,
+            length=position + 1,
+            may_end_early=may_miss or remaining < divisor or batches_of_epoch == float("inf"),
+        )
+
+    def _refuse_repeated_batch(self, batch_number: int, divisor: int) -> None:
+        """Raise a RuntimeError if a batch comes again within a window, where losses are weighed."""
+        # Under the plain mean this is stock's business, which adds it up again (`test_ranks_stock.py`: L-BFGS).
+        is_repeated = batch_number == self._batch_number
         self._batch_number = batch_number
-        if repeats and divisor > 1 and not self.is_stock:
+        if is_repeated and divisor > 1 and not self.is_stock:
             raise RuntimeError(
                 f"the optimizer evaluates its closure several times, as L-BFGS does, with reduction={self.rule.name!r}"
                 f" and accumulate_grad_batches={divisor}: each evaluation adds the last micro-batch once more. Do not"
                 " accumulate, or use another optimizer."
             )
-        return StepFacts(
-            begins_window=position == 0,
-            divisor=divisor,
-            missing=missing,
-            length=position + 1,
-            may_end_early=may_miss or remaining < divisor or count == float("inf"),
-        )
 
-    def read(self, output: Any, samples: float | None, batch: Any, *, final: bool = True) -> Any:
+    def read(self, output: object, samples: float | None, batch: object, *, is_last_piece: bool = True) -> object:
         """Return the output of a forward of `batch` with a weighed loss.
+
+            | `training_step` returned                  | becomes                                                   |
+            |-------------------------------------------|-----------------------------------------------------------|
+            | anything, and Lightning runs no backward  | itself                                                    |
+            | what Lightning refuses                    | itself: the error is Lightning's                          |
+            | None, or a dict whose loss is None        | a loss of 0, or what `_without_loss` says                 |
+            | a loss                                    | the weighed loss                                          |
+            | a dict with a loss                        | a copy of it with the weighed loss                        |
 
         Args:
             output: What `training_step` returned.
             samples: The number of samples if the batch does not tell it; 0 if they do not count.
             batch: The batch of the forward.
-            final: Whether it is the last forward of the step.
+            is_last_piece: Whether it is the last forward of the step.
         """
         self._batch = batch
-        if self.is_manual or self._skips_backward:  # Lightning runs no backward from it
+        if self.is_manual or self._skips_backward:
             return output
-        is_named = isinstance(output, Mapping)
-        if is_named and "loss" not in output:
-            return output  # Lightning says what it lacks
-        if not is_named and output is not None and not isinstance(output, Tensor):
-            return output  # likewise, what it may be
-        named = output if is_named else {"loss": output}
-        loss = named.get("loss")
-        weight = named.get("weight")
+        if isinstance(output, Mapping):
+            if "loss" not in output:
+                return output  # `ClosureResult.from_training_step_output` raises a MisconfigurationException
+            return self._read_dict(output, samples, is_last_piece=is_last_piece)
+        if output is None:
+            return self._without_loss(output, counts=samples != 0, is_last_piece=is_last_piece)
+        if not isinstance(output, Tensor):
+            return output  # the same
+        return self.add(output, None, samples, is_last_piece=is_last_piece).value
+
+    def _read_dict(self, output: Mapping[str, object], samples: float | None, *, is_last_piece: bool) -> object:
+        """Return a dict that `training_step` returned, with its loss weighed."""
+        loss = output["loss"]
+        weight = output.get("weight")
         if loss is None:
-            return self._without_loss(output, counts=samples != 0, final=final)
+            return self._without_loss(output, counts=samples != 0, is_last_piece=is_last_piece)
         problem = None
-        # A weight under another key would be ignored, and samples counted, in silence.
-        misspelt = [key for key in named if key in _MISSPELT]
-        if misspelt and weight is None:
-            problem = f'the result of training_step has {misspelt[0]!r}: call it "weight"'
-        value = self.add(loss, weight, samples, problem=problem, final=final).value
-        if value is loss:
+        if weight is None:
+            problem = _misspelt_weight(output)
+        weighed = self.add(loss, weight, samples, problem=problem, is_last_piece=is_last_piece)
+        if weighed.value is loss:
             return output
-        return {**output, "loss": value} if is_named else value
+        return {**output, "loss": weighed.value}
 
     def add(
-        self, loss: Any, weight: Any, samples: float | None, *, problem: str | None = None, final: bool = True
+        self,
+        loss: object,
+        weight: object,
+        samples: float | None,
+        *,
+        problem: str | None = None,
+        is_last_piece: bool = True,
     ) -> WeighedLoss:
         """Weigh a loss for the next backward; arguments as in `read` and `Weights.read`."""
         loss = require_loss(loss)
@@ -302,67 +351,91 @@ class Reduction(Part):
         if self.observer is not None:
             samples_of_report = self.observer.samples_of(samples, self._batch)
             micro_batch = micro_batch._replace(samples=samples_of_report, loss=loss.detach())
-        if micro_batch.weight == 0 and micro_batch.explicit and not (micro_batch.absent or micro_batch.problem):
+        self._warn_of_weight_0(micro_batch)
+        # Such as a sum over no rows. The other ranks still wait for this rank's backward.
+        if not micro_batch.counts and not loss.requires_grad:
+            loss = self._zero_loss()
+        if self._judge is not None and not micro_batch.absent:
+            self._judge.note_loss(loss)
+        weighed = WeighedLoss(loss, micro_batch, multiplies=self._engine.multiplies)
+        self._add_to_engine(weighed, is_last_piece=is_last_piece)
+        return weighed
+
+    def _warn_of_weight_0(self, micro_batch: MicroBatch) -> None:
+        """Warn once on each rank where the user gives a weight of 0, which may come of a mistake in counting."""
+        if micro_batch.absent or micro_batch.problem is not None:
+            return
+        if micro_batch.explicit and micro_batch.weight == 0:
             self._warn_once(
                 f"rank {self.run.world.rank} has a micro-batch of weight 0, which contributes nothing to the gradient."
                 " Further ones are not reported.",
                 warnings.warn,
             )
-        # Such as a sum over no rows. The other ranks still wait for this rank's backward.
-        if not micro_batch.counts and not loss.requires_grad:
-            loss = self._zero_loss()
-        if self.judges and not micro_batch.absent:
-            self._losses.append(loss.detach())
-        return self._add(WeighedLoss(loss, micro_batch, multiplies=self._engine.multiplies), final=final)
 
-    def _add(self, loss: WeighedLoss, *, final: bool) -> WeighedLoss:
+    def _add_to_engine(self, loss: WeighedLoss, *, is_last_piece: bool) -> None:
         """Give a loss to the engine early: the ranks' exchange then overlaps with what precedes the backward."""
         self.pending = loss
-        self._engine.add(loss, last=final and not self._is_holding)
-        return loss
+        self._engine.add(loss, ends_window=is_last_piece and not self._window_continues)
 
-    def _without_loss(self, output: Any, *, counts: bool, final: bool) -> Any:
-        """Return a stand-in for a missing loss, so that this rank joins the other ranks' backward.
+    def _without_loss(self, output: object, *, counts: bool, is_last_piece: bool) -> object:
+        """Return a loss of 0 for a missing loss, so that this rank joins the other ranks' backward.
+
+            | the run                                          | the step                                           |
+            |--------------------------------------------------|----------------------------------------------------|
+            | judges steps                                     | is judged                                          |
+            | has windows of several micro-batches, or pieces  | is refused: who skips a part of a window?          |
+            | has one rank                                     | is skipped by Lightning: nobody waits              |
+            | has a loss scaler                                | is skipped by it                                   |
+            | is any other                                     | `StepWithoutLoss` has the table                    |
 
         Args:
             output: What `training_step` returned.
             counts: Whether the rank has samples in the step.
-            final: Whether it is the last forward of the step.
+            is_last_piece: Whether it is the last forward of the step.
         """
-        if self.judges:
-            if counts:
-                self._losses.append(None)
-        elif self.run.trainer.accumulate_grad_batches > 1 or self._steps_in_pieces:
-            raise RuntimeError(
-                "training_step returned no loss within an accumulation window, which would then not be reduced."
-                ' Return {"loss": loss, "weight": 0} for a micro-batch that should not count.'
-            )
-        elif self.run.world.size == 1 or _has_scaler(self.run):
-            return output  # nobody waits for this rank, or a loss scaler skips a step without a loss
-        # Whether the other ranks have a loss is seen in the reduced gradient: an exchange in every step would cost the
-        # steps of everybody, for one that Lightning hardly allows.
-        self._is_lost = counts and not self.judges
+        if self._judge is None:
+            if self.run.trainer.accumulate_grad_batches > 1 or self._steps_in_pieces:
+                raise RuntimeError(
+                    "training_step returned no loss within an accumulation window, which would then not be reduced."
+                    ' Return {"loss": loss, "weight": 0} for a micro-batch that should not count.'
+                )
+            if self.run.world.size == 1 or _has_scaler(self.run):
+                return output
+        zero = self._zero_loss()
+        if self._judge is None:
+            key = f"{self._run_number}/{self._step_number}"
+            self._without = StepWithoutLoss(self.run, key, self._parameters, counts=counts)
+        elif counts:
+            self._judge.note_loss(None)
         micro_batch = MicroBatch(0.0, absent=True, without_loss=counts)
         if self.observer is not None:
             micro_batch = micro_batch._replace(samples=0.0)
-        loss = WeighedLoss(self._zero_loss(), micro_batch, multiplies=False)
-        return self._add(loss, final=final).value
+        weighed = WeighedLoss(zero, micro_batch, multiplies=False)
+        self._add_to_engine(weighed, is_last_piece=is_last_piece)
+        return weighed.value
 
-    def agree(self, output: Any) -> Any:
+    def agree(self, output: object) -> object:
         """Return the output of a step under `nonfinite`; if some rank has no loss, a loss of 0 on all ranks.
 
         All ranks must run the backward of a gather, or none, and a rank without a loss cannot. A collective operation.
         """
+        # The totals say it, too, but once per window, and their reading raises what is wrong with a weight: in a window
+        # of several micro-batches each backward needs to know, and where totals are read after the backward, this would
+        # move the wait for them before it. Two ways for a number that costs one exchange of 8 bytes are not worth it.
         assert self.pending is not None
         micro_batch = self.pending.micro_batch
-        world = self.run.world
-        if world.size > 1 and any(map(any, world.gather_integers([micro_batch.without_loss]))):
-            self.pending = WeighedLoss(self._zero_loss(), micro_batch, multiplies=False)
-            return self.pending.value
-        return output
+        if self.run.world.size == 1:
+            return output
+        rows = self.run.world.gather_integers([micro_batch.without_loss])
+        if not any(is_without_loss for (is_without_loss,) in rows):
+            return output
+        self.pending = WeighedLoss(self._zero_loss(), micro_batch, multiplies=False)
+        return self.pending.value
 
     def _zero_loss(self) -> Tensor:
         """Return a loss of 0 that reaches all parameters, with DDP ready for its backward."""
+        # A sharded model has none here: the hooks with which FSDP2 reduces are on what its forward returns
+        # (`FSDPState._register_pre_backward_hook`), which a loss of 0 does not come from.
         if not self._parameters:
             raise RuntimeError(
                 "training_step returned no loss, or a loss without a graph, where the model is sharded: the other ranks"
@@ -374,108 +447,58 @@ class Reduction(Part):
                 " loss of the model's output on every rank. Return one, or leave static_graph out."
             )
         zero = zero_loss(self._parameters, self._sparse)
+        # As Lightning's `DDPStrategy.pre_backward` does in manual optimization. DDP's `_post_forward` has prepared the
+        # reducer for the graph of another output, or of none.
         prepare_for_backward(self.run.ddp, zero)
         return zero
 
-    def backward(self, run: Callable[[], None], *, final: bool = True) -> None:
-        """Call `run` for the backward of the pending loss, the `final` one of its step or not."""
+    def backward(self, run: Callable[[], None], *, is_last_piece: bool = True) -> None:
+        """Call `run` for the backward of the pending loss, the last one of its step or not."""
         loss = self.pending
         assert loss is not None
         self.pending = None
-        if self._is_lost:
-            # Gradients from before would be taken for those of other ranks' losses.
-            self._kept_of_lost_step = KeptGradients(self._parameters)
-        around: Any = nullcontext()
+        if self._without is not None:
+            self._without.begin_backward()
+        around: AbstractContextManager[object] = nullcontext()
         if self.observer is not None:
-            around = self.observer.backward(last=final and not self._is_holding)
+            around = self.observer.backward(last=is_last_piece and not self._window_continues)
         with around:
-            self._engine.backward(loss, run, final=final, holding=self._is_holding)
+            self._engine.backward(loss, run, is_last_piece=is_last_piece, window_continues=self._window_continues)
         self._has_reduced = True
 
     def finish(self) -> None:
         """Finish the gradients after a backward, if it ended a window. May be a collective operation."""
         has_ended = self._engine.reduce()
-        skips = has_ended and self._skips()
-        if skips:
-            self._leave_out()
+        is_skipped = has_ended and self._skips()
+        if is_skipped:
+            self._remove_gradients()
         # In manual optimization the step's end is that of `training_step`.
         if self._on_reduced is not None and not self.is_manual:
             self._on_reduced()
         if not has_ended:
             return
         if self.observer is not None:
-            if skips:
+            if is_skipped:
                 self.observer.skipped()
             else:
                 # The report leaves out gradients from before the window, which are added next.
                 self.observer.reduced(self._engine.record())
-        self._engine.close(skipped=skips)
+        self._engine.close(skipped=is_skipped)
 
     def _skips(self) -> bool:
-        """Return whether all ranks skip the step, or raise on all."""
-        if self.judges:
-            return self._judges_out()
-        if self._is_lost:
-            self._is_lost = False
-            self._require_lost_on_all_ranks()
-            return True
+        """Return whether all ranks skip the step of a window that was reduced, or raise."""
+        if self._judge is not None:
+            return self._judge.skips(self._engine.ranks_without_loss)
+        if self._without is not None:
+            return self._without.is_skipped()
         return False
 
-    def _judges_out(self) -> bool:
-        """Return whether all ranks skip a step under `nonfinite`, or raise on all. The host waits for the gradients."""
-        ranks_without_loss = self._engine.ranks_without_loss
-        losses, self._losses = self._losses, []
-        if ranks_without_loss == self.run.world.size:
-            return True  # as Lightning itself does
-        name = self._first_nonfinite()
-        if ranks_without_loss == 0 and name is None:
-            return False
-        faults = self.run.world.gather_objects(_fault(losses))
-        if any(faults):
-            found = by_value(fault or "nothing" for fault in faults)
-        else:
-            found = by_value([f"the gradient of parameter {name!r} is not finite"] * self.run.world.size)
-        found = f"optimizer step {self.run.trainer.global_step}: {found}"
-        if self._nonfinite == "raise":
-            raise RuntimeError(
-                f"{found}. With nonfinite='skip_step' all ranks skip such a step; a loss of weight 0 leaves one"
-                " micro-batch out."
-            )
-        rank_zero_info(f"GradAvgStrategy: {found}; nonfinite={self._nonfinite!r}: all ranks skip the step")
-        return True
-
-    def _first_nonfinite(self) -> str | None:
-        """Return the name of the first parameter whose gradient is not finite."""
-        names: list[str] = []
-        finite: list[Tensor] = []
-        with torch.profiler.record_function("GradAvg: check gradients"):
-            for name, parameter in self.run.module.named_parameters():
-                if parameter.grad is not None:
-                    names.append(name)
-                    finite.append(stored(parameter.grad).isfinite().all())
-            if not finite:
-                return None
-            # One wait for the device instead of one for each parameter.
-            for name, is_finite in zip(names, torch.stack(finite).tolist(), strict=True):
-                if not is_finite:
-                    return name
-        return None
-
-    def _leave_out(self) -> None:
+    def _remove_gradients(self) -> None:
+        """Set the gradients to None, so that an optimizer changes neither parameters nor its state."""
+        # Zeros would not do: momentum and weight decay move a parameter whose gradient is 0.
         for parameter in self._parameters:
             if parameter.requires_grad:
-                parameter.grad = None  # so an optimizer changes neither it nor its state
-
-    def _require_lost_on_all_ranks(self) -> None:
-        """Raise a RuntimeError if another rank has a loss in this step. Without any, Lightning skips the step, too."""
-        with torch.profiler.record_function("GradAvg: check gradients"):
-            for parameter in self._parameters:
-                if parameter.requires_grad and parameter.grad is not None and bool(stored(parameter.grad).any()):
-                    raise RuntimeError(
-                        f"training_step returned no loss on rank {self.run.world.rank}, and one on others. Return one"
-                        ' on all ranks, such as {"loss": loss, "weight": 0} under a rule with weights; or have such a'
-                        " step left out by nonfinite='skip_step'."
-                    )
+                parameter.grad = None
 
     def is_at_window_start(self) -> bool:
         """Return whether the next micro-batch begins a window."""
@@ -498,17 +521,25 @@ class Reduction(Part):
         return self._hook.describe()
 
 
+def _ignored(model: DistributedDataParallel, names: Sequence[str]) -> list[str]:
+    """Return the names of the parameters that DDP leaves to each rank."""
+    # `DistributedDataParallel.__init__` joins the names of module and parameter by a dot, also at the top, where the
+    # module's name is empty (`test_ranks_steps.py`: OwnPart).
+    ignored: list[str] = []
+    for name in names:
+        if name in model.parameters_to_ignore or f".{name}" in model.parameters_to_ignore:
+            ignored.append(name)
+    return ignored
+
+
 def _has_scaler(run: Run) -> bool:
     """Return whether a loss scaler skips steps."""
     return getattr(run.trainer.precision_plugin, "scaler", None) is not None
 
 
-def _fault(losses: Sequence[Tensor | None]) -> str | None:
-    """Return the problem of a rank's losses, of which None is a missing one."""
-    for loss in losses:
-        if loss is None:
-            return "training_step returned no loss"
-    for loss in losses:
-        if loss is not None and not bool(loss.isfinite().all()):
-            return "the loss is not finite"
+def _misspelt_weight(output: Mapping[str, object]) -> str | None:
+    """Return the problem that the weight stands under another key, where it would be ignored in silence."""
+    for key in output:
+        if key in _MISSPELT:
+            return f'the result of training_step has {key!r}: call it "weight"'
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -19,8 +20,10 @@ def combine(gradients: Tensor, *, rule: Rule, nodes: Sequence[int], weights: Seq
     Under a rule that uses weights, a pair of weight 0 contributes nothing, whatever its gradient. The result is 0 where
     no pair has any weight.
     """
+    # One pair after another, without a matrix product, whose order of additions and precision are the kernel's.
     total = torch.zeros_like(gradients[0])
     for gradient, factor in zip(gradients, rank_factors(rule, nodes, weights), strict=True):
+        # Selected, not multiplied: 0 times NaN is NaN.
         if factor != 0:
             total += factor * gradient
     return total
@@ -32,13 +35,26 @@ def rank_factors(rule: Rule, nodes: Sequence[int], weights: Sequence[float]) -> 
     Raises:
         ValueError: If the rule fails, or a multiplier, the normalizer or a factor is not finite and >= 0.
     """
-    shares = [share_of(rule, place, weight) for place, weight in zip(places_on_nodes(nodes), weights, strict=True)]
-    multipliers = [float(share.multiplier) for share in shares]
-    normalizer = float(sum(share.normalizer for share in shares))
-    factors = [multiplier / normalizer if normalizer > 0 else 0.0 for multiplier in multipliers]
-    if not all(map(is_number, (*multipliers, normalizer, *factors))):
-        raise ValueError(
-            f"reduction={rule.name!r} gives weights {list(weights)} the multipliers {multipliers} and the normalizer"
-            f" {normalizer!r}. Scale the weights so that these, and their quotients, are finite numbers >= 0."
-        )
+    # Ranks stand for pairs here: the micro-batches of a window count as further ranks on their node (`rules`).
+    multipliers: list[float] = []
+    normalizers: list[float | Fraction] = []
+    for place, weight in zip(places_on_nodes(nodes), weights, strict=True):
+        share = share_of(rule, place, weight)
+        multipliers.append(float(share.multiplier))
+        normalizers.append(share.normalizer)
+    # Summed as it is: a rule may give fractions, whose sum is exact, as W times 1/W.
+    normalizer = float(sum(normalizers))
+    factors: list[float] = []
+    for multiplier in multipliers:
+        if normalizer > 0:
+            factors.append(multiplier / normalizer)
+        else:
+            factors.append(0.0)
+    for number in (*multipliers, normalizer, *factors):
+        if not is_number(number):
+            raise ValueError(
+                f"reduction={rule.name!r} gives weights {list(weights)} the multipliers {multipliers} and the"
+                f" normalizer {normalizer!r}. Scale the weights so that these, and their quotients, are finite numbers"
+                " >= 0."
+            )
     return factors

@@ -24,6 +24,7 @@ from lightning_gradavg.rules import Rule, resolve_rule
 
 __all__ = ["ShardedGradients", "sharded_options", "sharded_rule"]
 
+# Ranks of a tensor-parallel group compute one loss, and may be on several nodes: "the ranks on a node" would be none.
 _RULES = ("mean", "sum", "weighted_mean", "normalized_sum")
 
 
@@ -52,7 +53,7 @@ def sharded_options(rule: Rule, gradients: ShardedGradients, *, user_ends_window
 
 
 class ShardedGradients:
-    """The gradients of a sharded model.
+    """The gradients of a sharded model, as `ModelGradients` asks for them.
 
     Autograd accumulates into unsharded parameters, whose memory comes and goes. FSDP reduces their gradients into
     shards, which are the parameters of the optimizers. Optimizers may be added later. The mesh is Lightning's.
@@ -65,7 +66,9 @@ class ShardedGradients:
         self._rule = rule
         self._module = module
         self._optimizers = optimizers
-        self._peers = World.of(mesh["tensor_parallel"].get_group())
+        self._peers = World.of(mesh["tensor_parallel"].get_group())  # of this rank's tensor-parallel group
+        # `FSDPModule.unshard` registers unsharded parameters in the place of shards, and `reshard` undoes it
+        # (`FSDPParam.to_unsharded`, `to_sharded`). They are the same objects each time, so hooks on them stay.
         shards: set[nn.Parameter] = set()
         unsharded: set[nn.Parameter] = set()
         for submodule in sharded_modules(module):  # in turn: unsharded, the whole model may not fit
@@ -86,10 +89,16 @@ class ShardedGradients:
     @property
     def places(self) -> list[Place]:
         """The place of every rank; ranks of one tensor-parallel group stand in one place."""
-        places = places_on_nodes([0] * self.data_parallel_size)
-        return [place for place in places for _ in range(self._peers.size)]
+        # Nodes are 0: rules that count them are refused (`sharded_rule`). Lightning's mesh is (data, tensor), so the
+        # ranks of a tensor-parallel group follow each other.
+        places: list[Place] = []
+        for place in places_on_nodes([0] * self.data_parallel_size):
+            places += [place] * self._peers.size
+        return places
 
     def _require_average_of(self, submodule: nn.Module) -> None:
+        """Raise a ValueError unless FSDP divides a submodule's summed gradients by the number of ranks."""
+        # The factors of `reduction.factor` turn an average over W ranks into the rule, and no other sum.
         ranks = self.data_parallel_size
         for size, divisor in averages_of(submodule):
             if size != ranks or divisor != ranks:
@@ -100,6 +109,8 @@ class ShardedGradients:
                 )
 
     def _require_averaged(self) -> None:
+        """Raise a ValueError if a parameter trains whose gradient nothing averages."""
+        # At every window's beginning: a parameter may be unfrozen later.
         if self.data_parallel_size == 1:
             return
         for parameter, name in self._outside.items():
@@ -127,8 +138,8 @@ class ShardedGradients:
         if not self._rule.uses_weight:
             return micro_batch
         # Also with a problem of its own, which its peers do not know of: they wait here.
-        (first, *others) = self._peers.gather_integers([digest(str(micro_batch.weight))])
-        if micro_batch.problem is not None or all(row == first for row in others):
+        digest_of_peer = self._peers.gather_integers([digest(str(micro_batch.weight))])
+        if micro_batch.problem is not None or all(row == digest_of_peer[0] for row in digest_of_peer):
             return micro_batch
         return micro_batch._replace(
             problem="ranks of one tensor-parallel group weigh one batch differently, here by"
@@ -141,6 +152,7 @@ class ShardedGradients:
 
     def finish(self, parameters: Sequence[nn.Parameter], factor: float) -> None:
         """Multiply the gradients of the shards."""
+        # Nothing to multiply, and nothing to find wrong: an optimizer without gradients is then stock FSDP2's business.
         if factor == 1:
             return
         if scale_gradients(parameters, factor) == 0:

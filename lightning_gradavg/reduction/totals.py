@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 from zlib import crc32
 
 import torch
@@ -43,21 +43,32 @@ class Totals(NamedTuple):
         """Return the row of one rank; `agreement` is the text that must be the same on all ranks with a pair."""
         # 32 bits are exact in float64. The smallest and the largest of all ranks are compared: the variance of digests,
         # which sums would give, is rounded where windows are long or ranks are many.
-        digest = float(crc32(agreement.encode()))
-        lowest, highest = (digest, digest) if pairs > 0 else (math.inf, -math.inf)
-        return cls(faults, without_loss, pairs, lowest, highest, normalizer)
+        lowest = highest = float(crc32(agreement.encode()))
+        if pairs == 0:
+            # A rank without a micro-batch that counts agrees with all.
+            lowest = math.inf
+            highest = -math.inf
+        return cls(
+            faults=faults,
+            without_loss=without_loss,
+            pairs=pairs,
+            lowest_digest=lowest,
+            highest_digest=highest,
+            normalizer=normalizer,
+        )
 
     @classmethod
     def over(cls, rows: Sequence[Sequence[float]]) -> Totals:
         """Return the totals of all ranks' rows."""
-        faults, without_loss, pairs, lowest, highest, normalizers = zip(*rows, strict=True)
+        row_of_rank = [cls(*row) for row in rows]
         return cls(
-            faults=sum(faults),
-            without_loss=sum(without_loss),
-            pairs=sum(pairs),
-            lowest_digest=min(lowest),
-            highest_digest=max(highest),
-            normalizer=exact_sum(normalizers),
+            faults=sum(row.faults for row in row_of_rank),
+            without_loss=sum(row.without_loss for row in row_of_rank),
+            pairs=sum(row.pairs for row in row_of_rank),
+            lowest_digest=min(row.lowest_digest for row in row_of_rank),
+            highest_digest=max(row.highest_digest for row in row_of_rank),
+            # The same on all ranks to the last bit, whatever order the backend gathers in: replicas stay replicas.
+            normalizer=exact_sum([row.normalizer for row in row_of_rank]),
         )
 
     @property
@@ -87,9 +98,11 @@ class TotalsExchange:
 
 def must_agree(rule: Rule, micro_batches: Sequence[MicroBatch]) -> str:
     """Return what must be the same on all ranks with a micro-batch that is not absent, in words."""
-    is_given = any(micro_batch.explicit for micro_batch in micro_batches)
-    text = "one loss, a weight given" if is_given else "one loss, no weight given"
+    text = "one loss, no weight given"
+    if any(micro_batch.explicit for micro_batch in micro_batches):
+        text = "one loss, a weight given"
     length = len(micro_batches)
+    # Rules with weights divide by Z, which counts all ranks' pairs; the mean's factor knows this rank's length alone.
     if length > 1 and rule.averages_window:
         text += f", in a window of {length}, which {rule.name!r} depends on"
     return text
@@ -104,6 +117,7 @@ def raise_together(totals: Totals, rule: Rule, world: World, micro_batches: Sequ
         world: The ranks.
         micro_batches: Those of this rank.
     """
+    # The cases of `Totals.is_usable`, the first that applies. All ranks have the same totals, and take the same branch.
     texts: list[str] = []
     if totals.faults > 0:
         headline = "the gradients of a window cannot be reduced"
@@ -116,6 +130,7 @@ def raise_together(totals: Totals, rule: Rule, world: World, micro_batches: Sequ
     else:
         headline = f"the weights add up to {totals.normalizer!r}. Scale them so that their sum is finite"
     lines = [f"reduction {rule.name!r}: {headline}."]
+    # The texts travel only now: six numbers per window are what a step without problems pays.
     for rank, texts_of_rank in enumerate(world.gather_objects(texts)):
         for text in texts_of_rank:
             lines.append(f"rank {rank}: {text}")
@@ -133,8 +148,8 @@ class GatheredRows:
     def __init__(self, row: Sequence[float], device: torch.device, group: dist.ProcessGroup | None) -> None:
         """Begin to exchange a row of float64, of the same length on all ranks; a `group` of None is this rank alone."""
         self._length = len(row)
-        self._work: dist.Work | None = None
-        self._copied: Any = None  # the event of the copy to the host
+        self._work: dist.Work | None = None  # on a CPU
+        self._copied: torch.Event | None = None  # on an accelerator: the copy to the host
         sent = torch.tensor(row, dtype=torch.float64)
         if group is None:
             self._rows = sent
@@ -144,7 +159,8 @@ class GatheredRows:
             self._rows = sent.new_empty(ranks * self._length)
             self._work = dist.all_to_all_single(self._rows, sent.repeat(ranks), group=group, async_op=True)
             return
-        # The row comes from the host: nothing of the model's stream is needed for it, such as the forward.
+        # The row comes from the host: nothing of the model's stream is needed for it, such as the forward
+        # (`test_accelerator.py`: totals wait for no forward).
         with beside(device, waits=False) as stream:
             moved = on_device(sent, device)
             gathered = moved.new_empty(ranks * self._length)

@@ -13,16 +13,15 @@ from enum import Enum
 from typing import NamedTuple
 
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef
 
-from lightning_gradavg._lightning.internals import stored, version_of
 from lightning_gradavg.reduction.factor import factor_after, factor_before
 from lightning_gradavg.reduction.gradients import ModelGradients
 from lightning_gradavg.reduction.guard import DiscardedGradients, ReachedParameters
-from lightning_gradavg.reduction.kept import KeptGradients
 from lightning_gradavg.reduction.lift import Lift, WindowOptions
 from lightning_gradavg.reduction.loss import MicroBatch, WeighedLoss
+from lightning_gradavg.reduction.set_aside import EarlierGradients
 from lightning_gradavg.reduction.totals import STOPPED_TRAINING, Totals, TotalsExchange, must_agree, raise_together
+from lightning_gradavg.reduction.zeroed import LeftGradients, Zeroed
 from lightning_gradavg.rules import Share, in_window, share_of
 
 __all__ = ["OpenWindows", "Window", "WindowRecord", "WindowState"]
@@ -41,7 +40,7 @@ _DISJOINT = (
     " the other begins"
 )
 
-_CLEARED_IN_PART = (
+_ZEROED_IN_PART = (
     f"the gradients of some parameters were zeroed within a window, and those of others were not: {_TWO_OPEN}"
 )
 
@@ -73,53 +72,26 @@ class WindowRecord(NamedTuple):
     local_divisor: float  # this rank's gradient before the reduction is sum(w * g) over this
 
 
-class Cleared(Enum):
-    """Which gradients of an open window the user has zeroed, or set to None."""
-
-    NONE = "none"
-    SOME = "some, as if each of two optimizers had a window of its own"
-    ALL = "all, which gives the window up"
-
-
-class _Gradient(NamedTuple):
-    """A parameter's gradient as a backward of a user's loop has left it."""
-
-    parameter: nn.Parameter
-    # Weak: held strongly, the gradients that a user frees stayed alive through the next window, one model size of
-    # memory (`test_window.py`: nothing keeps gradients that the user frees).
-    gradient: TensorWeakRef
-    version: int  # counts writes in place
-
-    @property
-    def is_touched(self) -> bool:
-        """Whether the user has written into it, or replaced it."""
-        gradient = self.parameter.grad
-        if gradient is None or self.gradient() is not gradient:
-            return True
-        return bool(version_of(gradient) != self.version)
-
-    @property
-    def is_cleared(self) -> bool:
-        """Whether the user has set it to None, or to zeros. Reads its values if it is touched."""
-        gradient = self.parameter.grad
-        if gradient is None:
-            return True
-        return self.is_touched and not bool(stored(gradient).any())
-
-
 @dataclass
 class _Contents:
     """What a window holds until it is empty again."""
 
+    # Of its micro-batches, in order.
     micro_batches: list[MicroBatch] = field(default_factory=list)
     shares: list[Share] = field(default_factory=list)  # of each micro-batch, in a window of one
     missing: int = 0  # pairs of rank and micro-batch that do not exist; only a mean subtracts them
-    parameters: Sequence[nn.Parameter] = ()
-    trained: set[nn.Parameter] = field(default_factory=set)  # that require grad at the last micro-batch
-    reached: set[Tensor] = field(default_factory=set)  # by the backwards so far, where the user ends windows
+    # Said with each micro-batch; the latest one counts.
+    has_ended: bool = False  # whether the latest micro-batch ends the window
+    divisor: float = 1.0  # N
+    trained: set[nn.Parameter] = field(default_factory=set)  # that require grad at the latest micro-batch
+    # Found once, in this order.
+    parameters: Sequence[nn.Parameter] = ()  # whose gradients an optimizer reads
     exchange: TotalsExchange | None = None
     totals: Totals | None = None
     lift: float = 1.0
+    # Only where the user ends windows.
+    reached: set[Tensor] = field(default_factory=set)  # by the backwards so far
+    left: LeftGradients | None = None  # by the last backward, while the window is OPEN
 
 
 class Window:
@@ -127,10 +99,10 @@ class Window:
 
     The calls for each micro-batch, in this order:
 
-    1. `add` before the backward. If it is the last of the window, the ranks begin to exchange their totals.
+    1. `add` before the backward. If it ends the window, the ranks begin to exchange their totals.
     2. `begin_backward` sets the factor of the loss. Under a rule with weights, a window of one micro-batch waits for
        the totals here, if all ranks know that it is one. The gradients from before the window are set aside
-       (`_keeps_apart` says when), unless the step has several pieces: then `Weighed` does it before the last one.
+       (`_sets_earlier_aside` says when), unless the step has several pieces: then `Weighed` does it before the last.
     3. The backward runs. DDP averages if it is the last of the window.
     4. `end_backward`. If the window goes on, it only removes hooks. Else it waits for the totals, if nobody has, and
        multiplies the gradients.
@@ -146,7 +118,7 @@ class Window:
         | BACKWARD | `end_backward`                             |
         | OPEN     | `add`; the user may also zero gradients    |
         | REDUCED  | `close`                                    |
-        | any      | `abandon`                                  |
+        | any      | `abandon`, `abandon_zeroed`                |
 
     A problem of a rank's micro-batch travels with the totals: all ranks raise one ValueError, before the backward where
     they wait for the totals there, else after it. Where ranks exchange nothing, `add` raises it at once: such problems
@@ -160,16 +132,13 @@ class Window:
         self._lift = lift
         self._discarded: DiscardedGradients | None = None  # of the running backward, if its loss does not count
         self._reaching: ReachedParameters | None = None  # of the running backward, in a longer window of a user's loop
-        self._kept: KeptGradients | None = None  # those from before the window, while they are set aside
+        self._earlier: EarlierGradients | None = None  # those from before the window, while they are set aside
         self._clear()
 
     def _clear(self) -> None:
-        # All but `_kept`: the gradients from before a step that is skipped come back in the next window.
+        # All but `_earlier`: the gradients from before a step that is skipped come back in the next window.
         self.state = WindowState.EMPTY
         self._contents = _Contents()
-        self._divisor = 1.0
-        self._is_last = False
-        self._gradients_left: list[_Gradient] = []
 
     # The only place that changes the state, but for `_clear`, which every state allows.
     def _change(self, state: WindowState) -> None:
@@ -183,7 +152,7 @@ class Window:
 
     @property
     def trained(self) -> set[nn.Parameter]:
-        """The parameters that require grad at the last micro-batch; its loss may reach fewer."""
+        """The parameters that require grad at the latest micro-batch; its loss may reach fewer."""
         return self._contents.trained
 
     @property
@@ -192,7 +161,7 @@ class Window:
         assert self._contents.totals is not None
         return self._contents.totals
 
-    def add(self, loss: WeighedLoss, *, last: bool, divisor: float = 1.0, missing: int = 0) -> None:
+    def add(self, loss: WeighedLoss, *, ends_window: bool, divisor: float = 1.0, missing: int = 0) -> None:
         """Add a micro-batch before its backward.
 
         A collective operation for the last one of a window, if the ranks exchange totals; for the first one of the run,
@@ -200,51 +169,63 @@ class Window:
 
         Args:
             loss: The loss.
-            last: Whether the window ends with it.
+            ends_window: Whether the window ends with it.
             divisor: N, what the training loop divides every loss of the window by.
-            missing: Number of ranks that have no such micro-batch, which a mean does not count.
+            missing: Number of ranks that have no such micro-batch.
         """
         if self.state == WindowState.ENTERED:
             # Its backward never began, as in a pass of Lightning without backward.
             self.abandon()
         self._change(WindowState.ENTERED)
-        self._divisor = divisor
-        self._is_last = last
+        self._contents.divisor = divisor
+        self._contents.has_ended = ends_window
+        self._contents.left = None
         with self.abandoned_on_error():
             if self.length == 0:
-                self._add_kept()  # those of a step that was skipped
+                self._add_earlier_back()  # those of a step that was skipped
                 self._contents.parameters = self._model.parameters()
-            micro_batch = self._model.checked(self._checked(loss.micro_batch))
-            share = self._share(micro_batch)
-            if isinstance(share, str):
-                micro_batch = micro_batch._replace(problem=share)
-                share = Share(0.0, 0.0)
-            self._contents.micro_batches.append(micro_batch)
-            self._contents.shares.append(share)
-            self._contents.missing += missing
+            self._append(loss.micro_batch, missing)
             if self.length == 1:
                 self._choose_lift()
+            self._require_finite_factor()
             # From here on the loss knows its problem: its gradient is discarded, and its backward still runs, as the
             # backwards of other ranks may wait for this one.
-            loss.micro_batch = self._require_finite_factor()
+            loss.micro_batch = self._contents.micro_batches[-1]
             if loss.micro_batch.problem is not None and not self._options.exchanges:
                 # Nothing would bring it to the other ranks, which run the same program.
                 raise ValueError(f"reduction {self._options.rule.name!r}: {loss.micro_batch.problem}.")
-            if last and self._options.exchanges:
+            if ends_window and self._options.exchanges:
                 # As early as this rank knows its row: Lightning's hooks and `zero_grad` come next, and where the totals
                 # are needed afterwards only, the whole backward. They are never assumed from earlier windows, which
                 # saved up to 5 % of a small step: a correction afterwards multiplied gradients that were kept from
                 # before (`cases.py`: "added to gradients that are kept, of another size at last", 6.5 instead of 11).
                 self._contents.exchange = TotalsExchange(self._row(), self._options.world, self._options.device)
 
+    def _append(self, micro_batch: MicroBatch, missing: int) -> None:
+        """Append a micro-batch and its share, with a problem if the window, the model or the rule finds one."""
+        micro_batch = self._model.checked(self._checked(micro_batch))
+        share = Share(0.0, 0.0)
+        if micro_batch.problem is None:
+            try:
+                share = share_of(self._options.rule, self._options.place, micro_batch.weight)
+            except ValueError as error:
+                micro_batch = micro_batch._replace(problem=str(error))
+        if micro_batch.absent:
+            # It adds to Z of a rule without weights, where a missing loss counts as one of 0.
+            share = share._replace(multiplier=0.0)
+        self._contents.micro_batches.append(micro_batch)
+        self._contents.shares.append(share)
+        self._contents.missing += missing
+
     def _checked(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return a micro-batch, with a problem if the window cannot have it."""
         contents, rule = self._contents, self._options.rule
-        if self.length == 0 and self._is_last and not self._options.user_ends_windows:
-            return micro_batch  # no other micro-batch to compare with
+        if self.length == 0 and contents.has_ended and not self._options.user_ends_windows:
+            # No other micro-batch to compare with: the most common step does not walk over the parameters.
+            return micro_batch
         # A gradient that is accumulated, and whose parameter is then frozen, is unused for DDP: every rank keeps its
         # own, in silence. A parameter that begins to train is right as it is: its sum has fewer terms.
-        stopped = contents.trained
+        trained_before = contents.trained
         contents.trained = {parameter for parameter in contents.parameters if parameter.requires_grad}
         if self.length == 0 or micro_batch.problem is not None:
             return micro_batch
@@ -254,52 +235,47 @@ class Window:
                 " window, which is not known before it ends. Do not accumulate, or have the rule use neither"
                 " place.world_size nor place.ranks_on_node"
             )
-        for parameter in stopped - contents.trained:
+        for parameter in trained_before - contents.trained:
             if parameter.grad is not None:
                 return micro_batch._replace(problem=STOPPED_TRAINING)
         return micro_batch
-
-    def _share(self, micro_batch: MicroBatch) -> Share | str:
-        """Return the share of a micro-batch in a window of one, or why it has none."""
-        if micro_batch.problem is not None:
-            return Share(0.0, 0.0)
-        try:
-            share = share_of(self._options.rule, self._options.place, micro_batch.weight)
-        except ValueError as error:
-            return str(error)
-        if micro_batch.absent:
-            # It adds to Z of a rule without weights, where a missing loss counts as one of 0.
-            return share._replace(multiplier=0.0)
-        return share
 
     def _choose_lift(self) -> None:
         """Choose what the losses of this window carry, unless it is the whole factor."""
         if not self._has_whole_factor and not self._lift.is_chosen:
             self._lift.choose(float(self._contents.shares[0].normalizer))
 
-    def _require_finite_factor(self) -> MicroBatch:
-        """Return the latest micro-batch, with a problem if its weight is too large beside the first ones of the run."""
+    def _require_finite_factor(self) -> None:
+        """Give the latest micro-batch a problem if its weight is too large beside the first ones of the run."""
         contents = self._contents
         micro_batch = contents.micro_batches[-1]
         if micro_batch.problem is not None or self._has_whole_factor:
-            return micro_batch
+            return
         multiplier = float(contents.shares[-1].multiplier)
-        if not math.isfinite(multiplier * self._lift.value(self._divisor)):
-            micro_batch = micro_batch._replace(
+        if not math.isfinite(multiplier * self._lift.value(contents.divisor)):
+            contents.micro_batches[-1] = micro_batch._replace(
                 problem=f"its multiplier {multiplier:g} overflows when it is scaled by the first weights of the run."
                 " Scale the weights so that those of all windows are of similar magnitude"
             )
-            contents.micro_batches[-1] = micro_batch
-        return micro_batch
 
     def _row(self) -> Totals:
-        micro_batches = self._contents.micro_batches
+        """Return this rank's row of the exchange of totals."""
+        faults = 0
+        pairs = 0
+        has_missing_loss = False
+        for micro_batch in self._contents.micro_batches:
+            if micro_batch.problem is not None:
+                faults += 1
+            if not micro_batch.absent:
+                pairs += 1
+            if micro_batch.without_loss:
+                has_missing_loss = True
         normalizers = [share.normalizer for share in self._contents.shares]
         return Totals.of_rank(
-            faults=sum(micro_batch.problem is not None for micro_batch in micro_batches),
-            without_loss=any(micro_batch.without_loss for micro_batch in micro_batches),
-            pairs=sum(not micro_batch.absent for micro_batch in micro_batches),
-            agreement=must_agree(self._options.rule, micro_batches),
+            faults=faults,
+            without_loss=has_missing_loss,
+            pairs=pairs,
+            agreement=must_agree(self._options.rule, self._contents.micro_batches),
             normalizer=float(sum(normalizers)),
         )
 
@@ -311,18 +287,20 @@ class Window:
             if self.length == 1 and not options.in_pieces:
                 # In pieces, Lightning zeroes gradients between the first backward and the last: `Weighed` sets aside
                 # what it leaves.
-                self.set_kept_aside()
+                self.set_earlier_aside()
             multiplier = float(contents.shares[-1].multiplier)
             if self._has_whole_factor:
                 totals = self._read_totals()
-                loss.factor = factor_before(multiplier, self._divisor, options.world.size, totals.normalizer)
-                contents.lift = factor_before(1.0, self._divisor, options.world.size, totals.normalizer)
+                loss.factor = factor_before(multiplier, contents.divisor, options.world.size, totals.normalizer)
+                # A report divides by it: what a loss of multiplier 1 would have carried.
+                contents.lift = factor_before(1.0, contents.divisor, options.world.size, totals.normalizer)
             else:
                 # A hook on the sum after the reduction would see a bucket, and not which parameters the window trains;
                 # so the rest of the factor is a pass over gradients, in `end_backward`.
-                contents.lift = self._lift.value(self._divisor)
+                contents.lift = self._lift.value(contents.divisor)
                 loss.factor = multiplier * contents.lift
-            if options.user_ends_windows and not (self._is_last and self.length == 1):
+            is_alone = contents.has_ended and self.length == 1
+            if options.user_ends_windows and not is_alone:
                 self._reaching = ReachedParameters(self._model.leaves())
             # A rule may give the share 0 to a weight that is not 0.
             if not loss.micro_batch.counts or multiplier == 0:
@@ -333,54 +311,68 @@ class Window:
         """Whether the only loss of the window carries the whole factor, so that nothing is multiplied afterwards."""
         if not self._options.rule.uses_weight or not self._options.may_wait_before_backward:
             return False
-        return self._is_last and self.length == 1
+        return self._contents.has_ended and self.length == 1
 
-    def set_kept_aside(self) -> None:
+    def set_earlier_aside(self) -> None:
         """Set aside the gradients from before the window, if they must be told from its own."""
-        if not self._keeps_apart:
+        if not self._sets_earlier_aside:
             return
         contents = self._contents
-        if self._options.user_ends_windows:
-            # The others may be those of another open window.
-            self._kept = KeptGradients(
-                [parameter for parameter in contents.parameters if parameter in contents.trained]
-            )
-        else:
-            self._kept = KeptGradients(contents.parameters)
+        if not self._options.user_ends_windows:
+            self._earlier = EarlierGradients(contents.parameters)
+            return
+        # Only of the parameters that it trains: the others may be those of another open window.
+        trained = [parameter for parameter in contents.parameters if parameter in contents.trained]
+        self._earlier = EarlierGradients(trained)
 
     @property
-    def _keeps_apart(self) -> bool:
+    def _sets_earlier_aside(self) -> bool:
+        """Whether the gradients from before the window leave the parameters before its first backward.
+
+        The first row that fits counts:
+
+        | window                             | aside | because                                                       |
+        |------------------------------------|-------|---------------------------------------------------------------|
+        | ranks judge its step               | yes   | a step that is skipped shows the optimizer no gradient, and   |
+        |                                    |       | loses none of those                                           |
+        | the user ends it                   | yes   | your loop may go on after an exception, with those            |
+        | its loss carries the whole factor  | no    | DDP averages the sum of both, and those are the same on all   |
+        |                                    |       | ranks                                                         |
+        | goes on after this micro-batch     | yes   | an epoch may cut it off, and it is then discarded             |
+        | a rule with weights, or float16    | yes   | the reduced gradient is multiplied                            |
+        | divided by its length              | yes   | so it is if the window is short                               |
+        | of any other rule                  | no    | nothing is multiplied after the reduction                     |
+        """
         options = self._options
         if options.judges:
-            # A step that is skipped leaves no gradient to the optimizer, and loses none that were kept.
             return True
         if options.user_ends_windows:
-            # Your loop may go on after an exception, with the gradients from before the window.
             return True
         if self._has_whole_factor:
-            # DDP averages the sum of both, and those from before are the same on all ranks.
             return False
-        if not self._is_last:
-            # An epoch may cut the window off, which is then discarded.
+        if not self._contents.has_ended:
             return True
         if options.rule.uses_weight or options.has_float16:
             return True
-        # Other rules without weights multiply nothing after the reduction.
         return options.rule.averages_window
 
     def end_backward(self) -> bool:
-        """Finish the gradients if the last backward ended; return whether it did."""
+        """Finish the gradients if the last backward of the window ended; return whether it did.
+
+        A collective operation then: ranks wait for their totals, and raise together.
+        """
         self._end_discarding()
         with self.abandoned_on_error():
             self._require_common_parameters()
-        if not self._is_last:
+        contents = self._contents
+        if not contents.has_ended:
             self._change(WindowState.OPEN)
             if self._options.user_ends_windows:
-                # A user's loop may zero gradients before the next micro-batch, and so give the window up.
-                self._note_gradients()
+                # A user's loop may zero gradients before the next micro-batch, and so abandon the window.
+                contents.left = LeftGradients(contents.trained)
             return False
         with self.abandoned_on_error():
-            self._model.finish(self._contents.parameters, self._factor_after())
+            self._model.finish(contents.parameters, self._factor_after())
         self._change(WindowState.REDUCED)
         return True
 
@@ -391,6 +383,7 @@ class Window:
         reached = self._reaching.end()
         self._reaching = None
         before = self._contents.reached
+        # A loss that reaches none of them, such as one of another model, says nothing about its optimizer.
         if before and reached and before.isdisjoint(reached):
             raise RuntimeError(f"reduction {self._options.rule.name!r}: {_DISJOINT}.")
         before |= reached
@@ -399,6 +392,7 @@ class Window:
         """Return what the reduced gradient is multiplied by."""
         contents, options = self._contents, self._options
         if options.exchanges and contents.totals is None:
+            # Also where Z is known without them: they bring the problems of other ranks.
             self._read_totals()
         if self._has_whole_factor:
             return 1.0
@@ -406,15 +400,16 @@ class Window:
             normalizer = self.totals.normalizer
         else:
             normalizer = self._normalizer_without_weights()
-        return factor_after(self._divisor, options.world.size, normalizer, contents.lift)
+        return factor_after(contents.divisor, options.world.size, normalizer, contents.lift)
 
     def _normalizer_without_weights(self) -> float:
         """Return `Z` of a rule without weights."""
         normalizer = self._lift.normalizer_without_weights
         if self._options.rule.averages_window:
             normalizer *= self.length
-        # A mean counts pairs, and leaves out those of ranks that have no micro-batch. Other rules refuse such steps.
-        return normalizer - self._contents.missing
+        if self._options.leaves_out_missing_pairs:
+            normalizer -= self._contents.missing
+        return normalizer
 
     def _read_totals(self) -> Totals:
         """Return the totals, or raise the same error on all ranks."""
@@ -441,27 +436,13 @@ class Window:
         if multiplier_alone == 0:  # and so may be the lift
             return WindowRecord(contents.micro_batches, shares, 0.0)
         ratio = multiplier / multiplier_alone
-        return WindowRecord(contents.micro_batches, shares, ratio * self._divisor / contents.lift)
+        return WindowRecord(contents.micro_batches, shares, ratio * contents.divisor / contents.lift)
 
-    def _note_gradients(self) -> None:
-        self._gradients_left.clear()
-        for parameter in self._contents.trained:
-            gradient = parameter.grad
-            if gradient is not None:
-                self._gradients_left.append(_Gradient(parameter, TensorWeakRef(gradient), version_of(gradient)))
-
-    def cleared(self) -> Cleared:
+    def zeroed(self) -> Zeroed:
         """Return which gradients of an open window the user has zeroed since its last backward."""
-        cleared = [noted for noted in self._gradients_left if noted.is_cleared]
-        if not cleared:
-            return Cleared.NONE
-        rest = [noted for noted in self._gradients_left if not noted.is_cleared]
-        if not rest:
-            return Cleared.ALL
-        if all(noted.is_touched for noted in rest):
-            # As by clipping within a window, which leaves zeros where a gradient was zero.
-            return Cleared.NONE
-        return Cleared.SOME
+        if self._contents.left is None:
+            return Zeroed.NONE
+        return self._contents.left.zeroed()
 
     def close(self, *, skipped: bool = False) -> None:
         """Add the gradients from before the window to its own, and begin an empty one.
@@ -470,7 +451,7 @@ class Window:
         """
         self._change(WindowState.EMPTY)
         if not skipped:
-            self._add_kept()
+            self._add_earlier_back()
         self._clear()
 
     def abandon(self) -> None:
@@ -480,14 +461,14 @@ class Window:
             self._reaching.end()
             self._reaching = None
         self._model.discard()
-        if self._kept is not None:
-            self._kept.restore()
-            self._kept = None
+        if self._earlier is not None:
+            self._earlier.restore()
+            self._earlier = None
         self._clear()
 
-    def drop(self) -> None:
-        """Forget the window, whose gradients the user has zeroed, and with them those from before it."""
-        self._kept = None
+    def abandon_zeroed(self) -> None:
+        """Abandon an open window whose gradients the user has zeroed, and with them those from before it."""
+        self._earlier = None
         self._clear()
 
     def _end_discarding(self) -> None:
@@ -496,10 +477,10 @@ class Window:
             self._discarded.end()
             self._discarded = None
 
-    def _add_kept(self) -> None:
-        if self._kept is not None:
-            self._kept.add_back()
-            self._kept = None
+    def _add_earlier_back(self) -> None:
+        if self._earlier is not None:
+            self._earlier.add_back()
+            self._earlier = None
 
     @contextmanager
     def abandoned_on_error(self) -> Iterator[None]:
@@ -540,12 +521,13 @@ class OpenWindows:
         window ends.
         """
         if not self.options.user_ends_windows:
+            # One optimizer, as Lightning's automatic optimization has, and one window, which is used again.
             if not self._windows:
                 self._windows.append(self._new())
             return self._windows[0]
         # Toggling is how Lightning's manual optimization says whose turn it is; a loss does not name its optimizer.
         trained = {parameter for parameter in self._model.parameters() if parameter.requires_grad}
-        self._close_abandoned(loss)
+        self._abandon_unfinished(loss)
         for window in self._windows:
             if window.trained == trained:
                 return window
@@ -556,17 +538,20 @@ class OpenWindows:
         self._windows.append(self._new())
         return self._windows[-1]
 
-    def _close_abandoned(self, loss: WeighedLoss) -> None:
-        """Drop the windows that the user has given up, and forget those that are empty."""
+    def _abandon_unfinished(self, loss: WeighedLoss) -> None:
+        """Abandon the windows that the user goes on from without a reduction, and remove those that are empty.
+
+        If some gradients of a window were zeroed, the loss gets a problem.
+        """
         for window in self._windows:
             if window.state == WindowState.ENTERED:
                 window.abandon()  # the backward of its loss has never begun
             elif window.state == WindowState.OPEN:
-                cleared = window.cleared()
-                if cleared == Cleared.ALL:
-                    window.drop()
-                elif cleared == Cleared.SOME:
-                    loss.micro_batch = loss.micro_batch._replace(problem=_CLEARED_IN_PART)
+                zeroed = window.zeroed()
+                if zeroed == Zeroed.ALL:
+                    window.abandon_zeroed()
+                elif zeroed == Zeroed.SOME:
+                    loss.micro_batch = loss.micro_batch._replace(problem=_ZEROED_IN_PART)
         self._windows = [window for window in self._windows if window.state != WindowState.EMPTY]
 
     def _new(self) -> Window:
@@ -583,6 +568,6 @@ class OpenWindows:
         return any(window.state == WindowState.BACKWARD for window in self._windows)
 
     def abandon(self) -> None:
-        """Give up all windows, and restore the gradients from before them."""
+        """Abandon all windows, and restore the gradients from before them."""
         for window in self._windows:
             window.abandon()

@@ -12,7 +12,10 @@ __all__ = ["sparse_weights", "zero_loss"]
 
 
 def sparse_weights(module: nn.Module) -> dict[int, Tensor]:
-    """Return the parameters of a module with sparse gradients, by `id`."""
+    """Return the parameters of a module with sparse gradients, by `id`.
+
+    No attribute of a parameter says so. A layer of the user's own with sparse gradients is not found.
+    """
     found: dict[int, Tensor] = {}
     for submodule in module.modules():
         if isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)) and submodule.sparse:
@@ -21,17 +24,27 @@ def sparse_weights(module: nn.Module) -> dict[int, Tensor]:
 
 
 class _ZeroGradients(torch.autograd.Function):
+    """A number 0 that depends on all parameters, each with a gradient of 0.
+
+    A loss such as `0 * sum(p.sum() for p in parameters)` would read all parameters, be NaN if one of them is, and give
+    an embedding with sparse gradients a dense one, where DDP's reducer waits for a sparse one.
+    """
+
     @staticmethod
     def forward(ctx: Any, sparse: Container[int], *parameters: Tensor) -> Tensor:
-        ctx.like = [(parameter, id(parameter) in sparse) for parameter in parameters]
+        ctx.parameters = parameters
+        ctx.is_sparse = [id(parameter) in sparse for parameter in parameters]
         return torch.zeros((), device=parameters[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor] = []
-        for parameter, is_sparse in ctx.like:
-            gradients.append(_no_rows(parameter) if is_sparse else torch.zeros_like(parameter))
-        return None, *gradients
+        for parameter, is_sparse in zip(ctx.parameters, ctx.is_sparse, strict=True):
+            if is_sparse:
+                gradients.append(_no_rows(parameter))
+            else:
+                gradients.append(torch.zeros_like(parameter))
+        return None, *gradients  # None for `sparse`
 
 
 def _no_rows(parameter: Tensor) -> Tensor:

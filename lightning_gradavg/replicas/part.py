@@ -272,7 +272,7 @@ class Replicas(OneForward):
         count_rows(counted=piece.replica is not None)
         with reducing, around:
             output = step.forward(batch, *args)
-            output = step.reduction.read(output, weight, batch_of_loss, final=is_last)
+            output = step.reduction.read(output, weight, batch_of_loss, is_last_piece=is_last)
             if self.run.loop.skips_backward:
                 return mapped(output, _detached)  # a graph would be kept until the end of the step
             if not is_last:

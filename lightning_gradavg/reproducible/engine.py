@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lightning_gradavg._lightning.part import Run
 from lightning_gradavg.reduction.engine import Engine, StepFacts
 from lightning_gradavg.reduction.factor import factor_after
-from lightning_gradavg.reduction.kept import take_gradients
 from lightning_gradavg.reduction.loss import MicroBatch, WeighedLoss
+from lightning_gradavg.reduction.set_aside import take_gradients
 from lightning_gradavg.reduction.totals import (
     STOPPED_TRAINING,
     GatheredRows,
@@ -103,7 +103,7 @@ class Tree(Engine):
         if facts.begins_window:
             self._window = self._new_window()
 
-    def add(self, loss: WeighedLoss, *, last: bool) -> None:  # noqa: ARG002  # `backward` says it
+    def add(self, loss: WeighedLoss, *, ends_window: bool) -> None:  # noqa: ARG002  # `backward` says it
         """Multiply the loss by its share; a problem of its weight is raised with those of other ranks."""
         micro_batch = self._checked(loss.micro_batch)
         share = Share(0.0, 0.0)
@@ -127,12 +127,14 @@ class Tree(Engine):
             return micro_batch._replace(problem=STOPPED_TRAINING)
         return micro_batch
 
-    def backward(self, loss: WeighedLoss, run: Callable[[], None], *, final: bool, holding: bool) -> None:
+    def backward(
+        self, loss: WeighedLoss, run: Callable[[], None], *, is_last_piece: bool, window_continues: bool
+    ) -> None:
         """Run the backward of the rank's next replica, and keep its gradients apart."""
         window = self._window
         replica = self._replicas_of_rank[self._position]
         self._position += 1
-        window.ends = final and not holding
+        window.ends = is_last_piece and not window_continues
         from_before = self._take_gradients()
         if loss.micro_batch.counts:
             # Autograd adds to what earlier micro-batches of the window left for this replica.
@@ -144,7 +146,7 @@ class Tree(Engine):
                 window.normalizers[replica] += float(window.shares[-1].normalizer)
         finally:
             self._set_gradients(from_before)
-        if not holding:
+        if not window_continues:
             self._add_to_tree(replica)
         if window.ends and self._rule.uses_weight:
             self._begin_exchange()
@@ -208,21 +210,16 @@ class Tree(Engine):
             return False
         assert self._tree is not None
         with torch.profiler.record_function("GradAvg: sum of replicas"):
-            sums = self._tree.gradients(factor_after(self._divisor, 1, self._normalizer(), lift=1.0))
+            sums = self._tree.gradients(factor_after(self._facts.divisor, 1, self._normalizer(), lift=1.0))
         from_before = self._take_gradients()
         for key in from_before.keys() & sums.keys():
             sums[key].add_(from_before[key])
         self._set_gradients({**from_before, **sums})
         return True
 
-    @property
-    def _divisor(self) -> float:
-        """What Lightning divides each loss by; 1 in manual optimization."""
-        return 1.0 if self._facts.divisor is None else self._facts.divisor
-
     def record(self) -> WindowRecord:
         """Return what a report says of the window that was reduced."""
-        return WindowRecord(self._window.micro_batches, self._window.shares, self._divisor)
+        return WindowRecord(self._window.micro_batches, self._window.shares, self._facts.divisor)
 
     def close(self, *, skipped: bool) -> None:  # noqa: ARG002  # a step that is skipped keeps no gradients here
         """Begin a window."""
