@@ -257,8 +257,8 @@ class Adversarial(Model):
     def loss_of(self, x: Tensor, y: Tensor) -> Any:
         x = x.clone().requires_grad_()
         # The gradient of samples that do not count is undefined below batch norm.
-        uphill: Tensor | None
-        (uphill,) = torch.autograd.grad((self(x) - y).square().sum(), x, allow_unused=True)
+        gradients: Any = torch.autograd.grad((self(x) - y).square().sum(), x, allow_unused=True)
+        uphill = gradients[0]
         moved = x.detach() if uphill is None else x.detach() + 0.1 * uphill
         return super().loss_of(moved, y)
 
