@@ -472,7 +472,7 @@ EQUAL = {
         on_train_batch_end=averaged(lambda: 1.0)),
     "`split_batches` on three ranks": Run(
         reads=plain(20, 7), strategy=SPLIT, steps=3, ranks=3, precision="64-true", tolerance=1e-13),
-    "an idle rank": Run(reads=plain(12), strategy=SPLIT, ranks=3, precision="64-true"),
+    "an idle rank": Run(reads=plain(10), strategy=SPLIT, ranks=3, steps=3, precision="64-true"),
     "`split_batches` in pieces, dropout": Run(
         dropped, reads=plain(22, 7), strategy=ours(split_batches=True, max_device_batch_size=2), window=2),
     "`training_step_end`": Run(
