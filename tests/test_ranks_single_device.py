@@ -259,7 +259,9 @@ class Adversarial(Model):
         # The gradient of samples that do not count is undefined below batch norm.
         gradients: Any = torch.autograd.grad((self(x) - y).square().sum(), x, allow_unused=True)
         uphill = gradients[0]
-        moved = x.detach() if uphill is None else x.detach() + 0.1 * uphill
+        moved = x.detach()
+        if uphill is not None:
+            moved = moved + 0.1 * uphill
         return super().loss_of(moved, y)
 
 

@@ -20,6 +20,8 @@ from lightning_gradavg.rates.scaling import SCALINGS
 
 __all__ = ["main"]
 
+DESCRIPTION = "Batch per device, accumulation, learning rate and schedule for a cluster, and what stock DDP would do."
+
 SCHEMA = 2
 """Version of the JSON output; raised when a field goes or changes its name or its meaning, not when one is added."""
 
@@ -30,35 +32,45 @@ _OWN_ROWS = ("chunks", "scalings")  # of a run, which have rows of their own for
 
 def _parser() -> argparse.ArgumentParser:
     # Options that were not given are the defaults of `Recipe` and `make_plan`.
-    what = "Batch per device, accumulation, learning rate and schedule for a cluster, and what stock DDP would do."
-    parser = OneLineParser(prog="gradavg plan", description=what, argument_default=argparse.SUPPRESS)
-    base = parser.add_argument_group("the base recipe, whose learning rate is known to work").add_argument
+    parser = OneLineParser(prog="gradavg plan", description=DESCRIPTION, argument_default=argparse.SUPPRESS)
+    base = parser.add_argument_group("the base recipe, whose learning rate is known to work")
     count: dict[str, Any] = {"type": int, "metavar": "N"}
-    base("--batch-size", required=True, **count, help="batch_size of its DataLoader")
-    base("--lr", required=True, type=float, metavar="X", help="its learning rate")
-    ranks = "DDP ranks it ran on, each with its own loader batch; DataParallel on any GPUs counts as 1 (default: 1)"
-    base("--base-devices", dest="devices", **count, help=ranks)
-    base("--accumulate-grad-batches", **count, help="its accumulation (default: 1)")
-    base("--optimizer", choices=OPTIMIZERS, help="its optimizer (default: sgd)")
-    base("--betas", type=float, nargs=2, metavar=("B1", "B2"), help="of adam, adamw (default: 0.9 0.999)")
-    base("--eps", type=float, metavar="X", help="of adam, adamw (default: 1e-8)")
-    base("--steps", **count, help="its length in optimizer steps; epochs stay as they are")
-    base("--dataset-size", **count, help="samples of its data set")
-    base("--warmup-steps", **count, help="warm-up of its schedule, in optimizer steps")
-    to = parser.add_argument_group("where to train now").add_argument
-    to("--nodes", **count, help="number of nodes (default: 1)")
-    to("--devices-per-node", required=True, **count, help="devices on each node")
-    to("--global-batch-size", **count, help="samples per optimizer step (default: as the base recipe)")
-    to("--max-device-batch-size", **count, help="most samples a device holds at once")
-    json_help = "print the plan as JSON; docs/api.md has the keys"
-    parser.add_argument("--json", action="store_true", default=False, help=json_help)
+    base.add_argument("--batch-size", required=True, **count, help="batch_size of its DataLoader")
+    base.add_argument("--lr", required=True, type=float, metavar="X", help="its learning rate")
+    base.add_argument(
+        "--base-devices",
+        dest="devices",
+        **count,
+        help="DDP ranks it ran on, each with its own loader batch; DataParallel on any GPUs counts as 1 (default: 1)",
+    )
+    base.add_argument("--accumulate-grad-batches", **count, help="its accumulation (default: 1)")
+    base.add_argument("--optimizer", choices=OPTIMIZERS, help="its optimizer (default: sgd)")
+    base.add_argument("--betas", type=float, nargs=2, metavar=("B1", "B2"), help="of adam, adamw (default: 0.9 0.999)")
+    base.add_argument("--eps", type=float, metavar="X", help="of adam, adamw (default: 1e-8)")
+    base.add_argument("--steps", **count, help="its length in optimizer steps; epochs stay as they are")
+    base.add_argument("--dataset-size", **count, help="samples of its data set")
+    base.add_argument("--warmup-steps", **count, help="warm-up of its schedule, in optimizer steps")
+    cluster = parser.add_argument_group("where to train now")
+    cluster.add_argument("--nodes", **count, help="number of nodes (default: 1)")
+    cluster.add_argument("--devices-per-node", required=True, **count, help="devices on each node")
+    cluster.add_argument(
+        "--global-batch-size", **count, help="samples per optimizer step (default: as the base recipe)"
+    )
+    cluster.add_argument("--max-device-batch-size", **count, help="most samples a device holds at once")
+    parser.add_argument(
+        "--json", action="store_true", default=False, help="print the plan as JSON; docs/api.md has the keys"
+    )
     return parser
 
 
 def _text(value: Any) -> str:
     """Return a value of the plan as a cell of the table."""
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_text(item)}" for name, item in value.items() if item is not None)
+        parts = []
+        for name, item in value.items():
+            if item is not None:
+                parts.append(f"{name} {_text(item)}")
+        return ", ".join(parts)
     if isinstance(value, list):
         return ", ".join(_text(item) for item in value)
     if isinstance(value, float):

@@ -26,29 +26,59 @@ DESCRIPTION = (
 
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="gradavg verify", description=DESCRIPTION)
-    several: dict[str, Any] = {"action": "append", "default": []}
-    what = parser.add_argument_group("what to verify: a config file of LightningCLI, or a module").add_argument
-    what("module", nargs="?", metavar="NAME", help="the model, a class or function: package.module:Net or train.py:Net")
-    what("--model", metavar="NAME", help="the same, together with --config")
-    what("--data", metavar="NAME", help="the data, a data module or a function that returns a loader")
-    what("--init", **several, type=_assignment, metavar="NAME=VALUE", help="an argument of the module; repeatable")
-    what("--config", **several, metavar="FILE", help="a config file of `fit`; repeatable")
-    what("--strategy", metavar="NAME", help="a registered name, or train.py:Class (default: the config's, else ddp)")
-    of_trainer = "an option of the Trainer, its value as JSON or a plain string; repeatable"
-    what("--trainer", **several, type=_assignment, metavar="NAME=VALUE", help=of_trainer)
-    how = parser.add_argument_group("how").add_argument
-    how("--devices", type=int, default=2, metavar="N", help="processes (default: 2)")
-    how("--steps", type=int, default=3, metavar="N", help="global batches (default: 3)")
-    how("--accelerator", default="cpu", metavar="TYPE", help="a type of device: cpu, cuda (default: cpu)")
-    how("--single", action="store_true", help="compute in float32, for models that cannot compute in float64")
-    equal = "largest relative difference that counts as equal (default: 1e-8, or 1e-4 with --single)"
-    how("--tolerance", type=float, metavar="X", help=equal)
-    how("--seed", type=int, default=0, metavar="N", help="the seed if the config has none (default: 0)")
-    accepted = "a cause that you accept, such as 'data order'; repeatable"
-    how("--ignore", **several, choices=tuple(CAUSES), metavar="CAUSE", help=accepted)
-    how("--json", action="store_true", help="print the report as JSON")
-    explain = "print only what a cause means, and what to do about it"
-    how("--explain", choices=tuple(CAUSES), metavar="CAUSE", help=explain)
+    repeatable: dict[str, Any] = {"action": "append", "default": []}
+    target = parser.add_argument_group("what to verify: a config file of LightningCLI, or a module")
+    target.add_argument(
+        "module", nargs="?", metavar="NAME", help="the model, a class or function: package.module:Net or train.py:Net"
+    )
+    target.add_argument("--model", metavar="NAME", help="the same, together with --config")
+    target.add_argument("--data", metavar="NAME", help="the data, a data module or a function that returns a loader")
+    target.add_argument(
+        "--init", **repeatable, type=_assignment, metavar="NAME=VALUE", help="an argument of the module; repeatable"
+    )
+    target.add_argument("--config", **repeatable, metavar="FILE", help="a config file of `fit`; repeatable")
+    target.add_argument(
+        "--strategy", metavar="NAME", help="a registered name, or train.py:Class (default: the config's, else ddp)"
+    )
+    target.add_argument(
+        "--trainer",
+        **repeatable,
+        type=_assignment,
+        metavar="NAME=VALUE",
+        help="an option of the Trainer, its value as JSON or a plain string; repeatable",
+    )
+    settings = parser.add_argument_group("how")
+    settings.add_argument("--devices", type=int, default=2, metavar="N", help="processes (default: 2)")
+    settings.add_argument("--steps", type=int, default=3, metavar="N", help="global batches (default: 3)")
+    settings.add_argument(
+        "--accelerator", default="cpu", metavar="TYPE", help="a type of device: cpu, cuda (default: cpu)"
+    )
+    settings.add_argument(
+        "--single", action="store_true", help="compute in float32, for models that cannot compute in float64"
+    )
+    settings.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="largest relative difference that counts as equal (default: 1e-8, or 1e-4 with --single)",
+    )
+    settings.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="the seed if the config has none (default: 0)"
+    )
+    settings.add_argument(
+        "--ignore",
+        **repeatable,
+        choices=tuple(CAUSES),
+        metavar="CAUSE",
+        help="a cause that you accept, such as 'data order'; repeatable",
+    )
+    settings.add_argument("--json", action="store_true", help="print the report as JSON")
+    settings.add_argument(
+        "--explain",
+        choices=tuple(CAUSES),
+        metavar="CAUSE",
+        help="print only what a cause means, and what to do about it",
+    )
     return parser
 
 

@@ -219,7 +219,8 @@ def _exchanged(sent: Tensor, to: Sequence[int], of: Sequence[int], world: World)
         return sent
     received = sent.new_empty(sum(of), *sent.shape[1:])
     row_bytes = math.prod(sent.shape[1:]) * sent.itemsize
-    with torch.profiler.record_function("GradAvg: exchange gathered rows"):
+    # Of this package also in a backward, which a user may run within `training_step`, as by `torch.autograd.grad`.
+    with ours(), torch.profiler.record_function("GradAvg: exchange gathered rows"):
         dist.all_to_all_single(
             received.view(-1).view(torch.uint8),
             sent.view(-1).view(torch.uint8),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_gradavg._lightning.internals import stored
 from lightning_gradavg._lightning.part import Run
-from lightning_gradavg._support.collectives import by_value
+from lightning_gradavg._support.text import by_value
 
 __all__ = ["Judge"]
 

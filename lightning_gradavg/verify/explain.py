@@ -325,6 +325,17 @@ def _is_note(finding: Finding) -> bool:
     return finding.note
 
 
+class _EpochCounts(NamedTuple):
+    """Numbers of samples in an epoch."""
+
+    alone: int  # that one process reads
+    on_ranks: int  # that the ranks read together
+    dropped: int  # the most that `drop_last` leaves out: the largest batch of each rank
+    missing: int  # that no rank reads; negative if the ranks read more samples that one process does not have
+    repeated: int  # that the ranks read more often than one process
+    strange: int  # from data that one process does not have
+
+
 class _SampleComparison:
     """Whether the ranks together read what one process reads: each sample as often, in the same order and batches.
 
@@ -378,6 +389,7 @@ class _SampleComparison:
                 return False
             if any(micro_batch.sample_ids != taken[0].sample_ids for micro_batch in taken):
                 return False
+        # A complete epoch shows how many samples are repeated, which `_compare_epochs` says.
         if not self._is_complete or self._own_sampler:
             return True
         return not any(sample in self._in_stream for sample in _samples_of(self._steps[0]))
@@ -440,45 +452,52 @@ class _SampleComparison:
         """
         if self._replaces or not self._is_complete:
             return
+        epoch = self._count_epoch()
+        # With `drop_last`, one process may leave out samples of a stream that the ranks read.
+        expected_strange = epoch.dropped if self._drops_last else 0
+        some_are_known = epoch.strange < epoch.on_ranks
+        are_more = epoch.missing < 0 and not self._facts.splits_batches
+        if epoch.strange > expected_strange and (some_are_known or are_more):
+            self.remarks.append(
+                f"{epoch.strange} of the {epoch.on_ranks} samples of an epoch are none of the {epoch.alone} of one"
+                " process: they may be transformed at random"
+            )
+        if epoch.missing <= epoch.dropped and epoch.repeated == 0:
+            return
+        if self._own_sampler:
+            self.remarks.append(
+                f"by a sampler of your own, the ranks leave out {epoch.missing} samples of one process and add"
+                f" {epoch.repeated}"
+            )
+        elif epoch.missing > epoch.dropped:
+            detail = f"{epoch.missing} of the {epoch.alone} samples of an epoch are never read"
+            self.findings.append(Finding("unread samples", "samples", detail))
+        elif epoch.repeated >= epoch.alone:
+            self._add_repeated("duplicated stream", "every rank reads all samples of an epoch")
+        else:
+            self._add_repeated("padding", f"{epoch.repeated} samples of an epoch are read twice, to fill the ranks")
+
+    def _count_epoch(self) -> _EpochCounts:
         on_ranks = Counter[SampleId]()
-        dropped = 0  # the most that `drop_last` leaves out: a batch of each rank
+        dropped = 0
         for batches in self._batches_of_ranks:
             dropped += max((len(batch) for batch in batches), default=0)
             for batch in batches:
                 on_ranks.update(batch)
-        splits_batches = self._facts.splits_batches
-        total = self._in_stream.total()
         surplus = on_ranks - self._in_stream
         unknown = sum(number for sample, number in surplus.items() if sample not in self._in_stream)
-        # A sample that a rank changed is both unknown and missing.
-        missing = (self._in_stream - on_ranks).total() - unknown
         repeated = surplus.total() - unknown
-        if splits_batches:
+        if self._facts.splits_batches:
             repeated = 0  # all ranks read every batch, and each takes its chunk
-
-        # With `drop_last`, one process may leave out samples of a stream that the ranks read.
-        strange = self._number_of_strange(on_ranks)
-        expected_strange = dropped if self._drops_last else 0
-        some_are_known = strange < on_ranks.total()
-        are_more = missing < 0 and not splits_batches
-        if strange > expected_strange and (some_are_known or are_more):
-            self.remarks.append(
-                f"{strange} of the {on_ranks.total()} samples of an epoch are none of the {total} of one process: they"
-                " may be transformed at random"
-            )
-        if missing <= dropped and repeated == 0:
-            return
-        if self._own_sampler:
-            self.remarks.append(
-                f"by a sampler of your own, the ranks leave out {missing} samples of one process and add {repeated}"
-            )
-        elif missing > dropped:
-            detail = f"{missing} of the {total} samples of an epoch are never read"
-            self.findings.append(Finding("unread samples", "samples", detail))
-        elif repeated >= total:
-            self._add_repeated("duplicated stream", "every rank reads all samples of an epoch")
-        else:
-            self._add_repeated("padding", f"{repeated} samples of an epoch are read twice, to fill the ranks")
+        return _EpochCounts(
+            alone=self._in_stream.total(),
+            on_ranks=on_ranks.total(),
+            dropped=dropped,
+            # A sample that a rank changed is unknown, and the sample itself is not missing.
+            missing=(self._in_stream - on_ranks).total() - unknown,
+            repeated=repeated,
+            strange=self._number_of_strange(on_ranks),
+        )
 
     def _add_repeated(self, cause: str, detail: str) -> None:
         """Add a finding if samples are repeated within the compared steps, and a remark if they are beyond them."""
@@ -504,10 +523,12 @@ class _SampleComparison:
         """
         start = 0
         for position, taken in enumerate(self._steps):
+            # One process goes on where a step as large as that of the ranks ended.
             on_ranks = Counter(_samples_of(taken))
             total = on_ranks.total()
             expected = Counter(self._stream[start : start + total])
             start += total
+            # One epoch of one process is known. A sampler of the user's own is remarked on in `_compare_epochs`.
             if self._own_sampler or self._epochs[position] != self._epochs[0] or not expected:
                 return
             if on_ranks == expected:
@@ -626,6 +647,7 @@ class _Evidence:
 
     def solved_shares(self, gradient: Tensor) -> Tensor | None:
         """Return the shares with which the parts make up a gradient; None if no shares do, or many could."""
+        # With fewer elements than parts, or with parts that depend on each other, many shares make the same gradient.
         number = len(self.parts)
         if len(gradient) <= number or not gradient.isfinite().all() or not self.parts.isfinite().all():
             return None
@@ -757,7 +779,7 @@ def _of_change(evidence: _Evidence) -> _Explanation:
         gradient = evidence.seen.found.get(name)
         if gradient is None:
             gradient = torch.zeros_like(sketch)
-        elements.append(gradient[:_SKETCHED_ELEMENTS])
+        elements.append(gradient[:_SKETCHED_ELEMENTS])  # a sum of numbers of 16 bits is none of them
     values = torch.cat(elements)
     for dtype in _16_BIT_TYPES:
         if values.any() and torch.equal(values.to(dtype).double(), values):
@@ -806,6 +828,7 @@ def _of_whole(evidence: _Evidence) -> _Explanation:
             "the losses of two parts of a batch add up to its loss and one more term, which depends on no sample",
         )
 
+    # A gather without gradient leaves the loss as it is. A loss that lacks the other ranks' samples is another one.
     gathers: set[str] = set()
     for record in records:
         gathers.update(name for name in record.collectives if "gather" in name)

@@ -160,6 +160,7 @@ class Finding:
             lines.append(f"note: {CAUSES[self.cause].plain} ({self.cause})")
         lines.append(self.detail)
         difference = self.difference
+        # Numbers say nothing where they are NaN, as for tensors of different sizes.
         if difference is not None and math.isfinite(difference.found) and math.isfinite(difference.expected):
             lines.append(f"{difference.name} is {difference.found:.6g}, but {difference.expected:.6g} on one process")
         if not self.note:
@@ -241,6 +242,7 @@ class Report:
         """Return the stages of which at least step 0 was compared."""
         if self.steps == 0:
             return ()
+        # The comparison of training ends at its first finding. One of a later step had all stages equal in step 0.
         for finding in self.findings:
             if finding.step == 0 and finding.stage not in _BESIDE_TRAINING:
                 before = STAGES[: STAGES.index(finding.stage)]
@@ -262,6 +264,7 @@ class Report:
 
         Infinity and NaN are None.
         """
+        # `asdict` knows the fields, and not the properties.
         content = {
             "schema": SCHEMA,
             "equal": self.equal,
