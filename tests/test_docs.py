@@ -14,6 +14,7 @@ import pytest
 import yaml
 from lightning.pytorch.strategies import StrategyRegistry
 from ranks import run_script
+from sphinx.search.en import SearchEnglish
 from structure import JOURNEYS, travel
 
 import lightning_gradavg
@@ -62,6 +63,57 @@ def test_python_blocks_run(block: re.Match[str], tmp_path: Path) -> None:
 
 def test_every_python_block_is_found() -> None:
     assert len(BLOCKS) == sum(page.read_text("utf-8").count("```py") for page in PAGES) > 10
+
+
+SEARCHES = {
+    "effective batch size": "scaling",
+    "loss is different on multiple GPUs": "faq",
+    "sum or average": "averaging",
+    "gradient accumulation is wrong": "averaging",
+    "per token or per sequence loss": "reduction",
+    "GRPO loss per prompt": "reduction",
+    "DAPO token mean": "reduction",
+    "DPO pairs": "reduction",
+    "auxiliary loss mixture of experts": "reduction",
+    "MoE balance loss": "reduction",
+    "L2 penalty": "reduction",
+    "EMA": "equivalence",
+    "SWA WeightAveraging": "equivalence",
+    "GAN two optimizers toggle_model": "equivalence",
+    "code book": "equivalence",
+    "queue MoCo": "equivalence",
+    "DINO centre": "equivalence",
+    "short last window": "equivalence",
+    "StatefulDataLoader": "reproducible",
+    "litData resume": "reproducible",
+    "WebDataset resume": "reproducible",
+    "elastic": "reproducible",
+    "change number of GPUs mid-epoch": "reproducible",
+    "torchdata StatefulDataLoader": "migrating",
+    "WebDataset": "migrating",
+    "litData": "migrating",
+    "elastic training": "migrating",
+    "rounding or a bug": "faq",
+    "bfloat16 difference": "faq",
+    "NCCL gloo different results": "faq",
+    "resume mid-epoch reshuffles": "faq",
+    "batch norm on shards": "faq",
+    "rank without validation batch": "faq",
+    "mean of batch sizes": "evaluation",
+}
+"""What people type, and a page that has to be among the results."""
+
+
+def indexed(text: str) -> set[str]:
+    """Return the words of a text as the site's search indexes them."""
+    english = SearchEnglish({})
+    return {english.stem(word) for word in english.split(text.lower()) if word not in english.stopwords}
+
+
+@pytest.mark.parametrize(("search", "page"), SEARCHES.items())
+def test_a_search_finds_its_page(search: str, page: str) -> None:
+    """The page has every word of the search: the site's search lists pages that have all of them."""
+    assert set() == indexed(search) - indexed((ROOT / "docs" / f"{page}.md").read_text("utf-8"))
 
 
 @pytest.mark.full
