@@ -16,7 +16,8 @@ from torch.distributed.nn import functional as differentiable
 from torchmetrics import SumMetric
 from toys import Toy, loader
 
-from lightning_gradavg import GradAvgStrategy, gather, user_collectives
+from lightning_gradavg import GradAvgStrategy, gather
+from lightning_gradavg._lightning import user_collectives
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.distributed.* (is|will be) deprecated"),
