@@ -137,7 +137,16 @@ def normed_by_torch(module: Own, batch: Tensor) -> float:
     return float(len(gather(batch)))
 
 
+def gradient_through_gather(module: Own, batch: Tensor) -> float:
+    """A backward within the step, whose exchange is that of `gather`."""
+    rows = batch.clone().requires_grad_()
+    gathered = gather(rows)
+    torch.autograd.grad(gathered.square().sum(), rows, allow_unused=True)
+    return float(len(gathered))
+
+
 SERVED: dict[str, Act] = {
+    "takes a gradient through gather": gradient_through_gather,
     "counts where there are samples": count_where_there_are_samples,
     "gathers by Lightning where there are samples": gathered_by_lightning,
     "logs": logged,

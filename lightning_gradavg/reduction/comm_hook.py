@@ -52,8 +52,10 @@ class CommHook:
         model = run.ddp
         self._refuse(_SERVED_ON.get(backend_name(model.process_group, run.device), _SERVED))
         is_given = self._hook is not None or self._wrapper is not None
+        self._sums_wide = False
         # Stock DDP sums 16-bit gradients in 16 bits, and so does the plain mean, which has stock's bits.
-        self._sums_wide = not is_given and rule != RULES["mean"] and _has_16_bits(model)
+        if not is_given and rule != RULES["mean"]:
+            self._sums_wide = _has_16_bits(model)
         if not is_given and not self._sums_wide:
             return
         hook: Hook = allreduce_hook

@@ -168,6 +168,7 @@ class Reduction(Part):
             device=run.device,
             user_ends_windows=self.is_manual,
             in_pieces=self._steps_in_pieces,
+            # Frozen ones, too: they may train later (`test_ranks_steps.py`: a float16 parameter that trains later).
             has_float16=any(parameter.dtype == torch.float16 for parameter in self._parameters),
             judges=self.judges,
         )
@@ -176,6 +177,7 @@ class Reduction(Part):
     def _refuse(self, run: Run, ignored: Sequence[str]) -> None:
         """Raise a ValueError if the run cannot be served."""
         option = f"nonfinite={self._nonfinite!r}"
+        # Here and not when the strategy is made: these depend on the module, the Trainer and DDP.
         if self.judges and self.is_manual:
             raise ValueError(
                 f"{option} checks a step before it is taken, but in manual optimization you take it. Check the"
@@ -186,6 +188,7 @@ class Reduction(Part):
                 f"{option} with precision={run.trainer.precision!r}, whose loss scaler makes all ranks skip a step with"
                 " a gradient that is not finite. Leave it out, or use another precision."
             )
+        # Also under the plain mean: stock DDP fails an assertion of its reducer in the first window.
         if run.ddp.static_graph and run.loop.accumulation > 1:
             self._refuse_windows_of_static_graph()
         if self.is_stock:
@@ -235,15 +238,19 @@ class Reduction(Part):
 
     def _refuse_missing(self, missing: int) -> None:
         """Raise a RuntimeError if the rule counts ranks, and some have no batch."""
-        # The plain mean counts them, too, but knows how many pairs there are: Lightning says where a window ends.
-        averages = self.rule == RULES["mean"] and not self.is_manual
-        if self._counts_ranks and not averages:
-            mode = " in manual optimization" if self.rule == RULES["mean"] else ""
-            raise RuntimeError(
-                f"{missing} of {self.run.world.size} ranks have no more batches in this epoch, and"
-                f" reduction={self.rule.name!r} counts ranks{mode}. Use"
-                " reduction='weighted_mean', which counts samples, or give all ranks the same number of batches."
-            )
+        if not self._counts_ranks:
+            return
+        mode = ""
+        if self.rule == RULES["mean"]:
+            # It counts pairs, and knows how many there are where Lightning says where a window ends.
+            if not self.is_manual:
+                return
+            mode = " in manual optimization"
+        raise RuntimeError(
+            f"{missing} of {self.run.world.size} ranks have no more batches in this epoch, and"
+            f" reduction={self.rule.name!r} counts ranks{mode}. Use"
+            " reduction='weighted_mean', which counts samples, or give all ranks the same number of batches."
+        )
 
     def end_step(self) -> None:
         """Forget the batch, when `training_step` has ended."""
@@ -272,12 +279,15 @@ class Reduction(Part):
         batches_of_epoch = self.run.trainer.num_training_batches
         remaining = batches_of_epoch - (batch_index - position)  # from the first batch of the window on
         self._refuse_repeated_batch(epoch_loop.total_batch_idx, divisor)
+        may_end_early = False
+        if may_miss or remaining < divisor or batches_of_epoch == float("inf"):
+            may_end_early = True
         return StepFacts(
             begins_window=position == 0,
             missing=missing,
             divisor=divisor,
             length=position + 1,
-            may_end_early=may_miss or remaining < divisor or batches_of_epoch == float("inf"),
+            may_end_early=may_end_early,
         )
 
     def _refuse_repeated_batch(self, batch_number: int, divisor: int) -> None:
@@ -375,7 +385,13 @@ class Reduction(Part):
     def _add_to_engine(self, loss: WeighedLoss, *, is_last_piece: bool) -> None:
         """Give a loss to the engine early: the ranks' exchange then overlaps with what precedes the backward."""
         self.pending = loss
-        self._engine.add(loss, ends_window=is_last_piece and not self._window_continues)
+        self._engine.add(loss, ends_window=self._ends_window(is_last_piece=is_last_piece))
+
+    def _ends_window(self, *, is_last_piece: bool) -> bool:
+        """Return whether the window ends with a micro-batch, the last piece of its step or not."""
+        if self._window_continues:
+            return False
+        return is_last_piece
 
     def _without_loss(self, output: object, *, counts: bool, is_last_piece: bool) -> object:
         """Return a loss of 0 for a missing loss, so that this rank joins the other ranks' backward.
@@ -461,7 +477,7 @@ class Reduction(Part):
             self._without.begin_backward()
         around: AbstractContextManager[object] = nullcontext()
         if self.observer is not None:
-            around = self.observer.backward(last=is_last_piece and not self._window_continues)
+            around = self.observer.backward(last=self._ends_window(is_last_piece=is_last_piece))
         with around:
             self._engine.backward(loss, run, is_last_piece=is_last_piece, window_continues=self._window_continues)
         self._has_reduced = True
@@ -469,7 +485,9 @@ class Reduction(Part):
     def finish(self) -> None:
         """Finish the gradients after a backward, if it ended a window. May be a collective operation."""
         has_ended = self._engine.reduce()
-        is_skipped = has_ended and self._skips()
+        is_skipped = False
+        if has_ended:
+            is_skipped = self._skips()
         if is_skipped:
             self._remove_gradients()
         # In manual optimization the step's end is that of `training_step`.
@@ -523,7 +541,7 @@ class Reduction(Part):
 
 def _ignored(model: DistributedDataParallel, names: Sequence[str]) -> list[str]:
     """Return the names of the parameters that DDP leaves to each rank."""
-    # `DistributedDataParallel.__init__` joins the names of module and parameter by a dot, also at the top, where the
+    # `_build_params_for_reducer` of DDP joins the names of module and parameter by a dot, also at the top, where the
     # module's name is empty (`test_ranks_steps.py`: OwnPart).
     ignored: list[str] = []
     for name in names:
