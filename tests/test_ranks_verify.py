@@ -254,7 +254,9 @@ EQUAL = {
         trainer={"precision": "64-true"},
         tolerance=1e-13,
     ),
-    "an idle rank": Run(loader=make_plain_loader(10), strategy=SPLIT, steps=3, ranks=3, trainer={"precision": "64-true"}),
+    "an idle rank": Run(
+        loader=make_plain_loader(10), strategy=SPLIT, steps=3, ranks=3, trainer={"precision": "64-true"}
+    ),
     "`split_batches` in pieces, dropout": Run(
         make_dropout,
         loader=make_plain_loader(22, 7),
