@@ -292,6 +292,14 @@ SAVES = st.builds(lambda *place: Act("save", *place), HOOKS, st.integers(0, 1), 
     options={"accumulate_grad_batches": 3, "limit_train_batches": 5, "looks": [Act("look", "start")]},
 )
 @example(
+    order=Order("shuffle", 9, 4),
+    worlds=[1, 2],
+    limits=(None, None),
+    place=Act("save", "end", 0),  # where a look draws a new order from the random state that training goes on with
+    whole=False,
+    options={"accumulate_grad_batches": 1, "looks": [Act("look", "start")]},
+)
+@example(
     order=Order("augmented stream", 9, 4),
     worlds=[1, 1, 1],
     limits=(None, None),
