@@ -15,16 +15,17 @@ one before in its place, if temporary files are on its file system.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from inspect import signature
+from inspect import getattr_static, signature
 from itertools import count, product
 from multiprocessing import get_context
 from pathlib import Path
@@ -33,21 +34,26 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from faulty_runs import fail, interrupt, run_ranks, train_quickly
 from fsspec import transaction
 from fsspec.implementations import local
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from noted import Act, Noted, Order, drawn_numbers, fit, join_ranks, read_journal, step_of_checkpoint
 from orders import ORDERS, WHOLE
-from ranks import RankError, covering
+from ranks import RankError, covering, make_trainer
+from torch import Tensor
 from torch.utils.data import DataLoader
+from toys import Stream, Toy, approx
 
+from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg._support.collectives import World
 from lightning_gradavg.batches.chunks import Split
-from lightning_gradavg.batches.progress import TrainingLoader
+from lightning_gradavg.batches.progress import JoinedLoader, StatefulJoinedLoader, TrainingLoader
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),
@@ -557,3 +563,89 @@ def test_a_resumed_loader_that_saves_at_once_saves_what_it_has_loaded():
     snapshots["begin"] = "what a pass drew from"
     assert loader.state_dict() is loaded
     assert {} == loaded["snapshots"]
+
+
+class StatefulStream:
+    """A loader without samplers that says its length and keeps its place, as litData's `StreamingDataLoader` does."""
+
+    dataset = Stream([])
+
+    def __init__(self, batches: Sequence[float]) -> None:
+        self.batches = batches
+        self.place = {"batches": 0}
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.place["batches"] < len(self.batches):
+            self.place["batches"] += 1
+            yield torch.tensor([self.batches[self.place["batches"] - 1]], dtype=torch.float64)
+        self.place["batches"] = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return self.place
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = dict(state)
+
+
+def train_streams(
+    streams: Sequence[Sequence[float]], folder: str, *, stateful: bool, resumes: bool
+) -> tuple[list[float], list[float]]:
+    """Body: train on a stream, save after the second step; return what the rank trained on, and the weights."""
+    batches = streams[dist.get_rank()]
+    stream: Any = StatefulStream(batches)
+    if not stateful:
+        stream = DataLoader(
+            Stream([torch.tensor([number], dtype=torch.float64) for number in batches]), batch_size=None
+        )
+    module = Toy(loss="sum")
+    seen: list[float] = []
+    weights: list[float] = []
+
+    class Note(Callback):
+        def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Tensor, *_: Any) -> None:
+            seen.append(float(batch))
+
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            weights.append(module.w.item())
+            if trainer.global_step == 2 and not resumes:
+                trainer.save_checkpoint(f"{folder}/two.ckpt")
+
+    trainer = make_trainer(
+        GradAvgStrategy(reduction="normalized_sum"), max_epochs=1, use_distributed_sampler=False, callbacks=[Note()]
+    )
+    trainer.fit(module, stream, ckpt_path=f"{folder}/two.ckpt" if resumes else None)
+    return seen, weights
+
+
+def test_a_stream_with_a_state_resumes_at_the_next_batch(world, tmp_path):
+    """Lightning has fetched the third batch when the second is saved; the loader's own state leaves it out."""
+    streams = [[1.0, 2.0, 3.0, 4.0, 5.0], [11.0, 12.0, 13.0, 14.0, 15.0]]
+    options = {"streams": streams, "folder": str(tmp_path), "stateful": True}
+    whole = world(2).run(train_streams, resumes=False, **options)
+    resumed = world(2).run(train_streams, resumes=True, **options)
+    assert streams == [seen for seen, _ in whole]
+    # A checkpoint holds the state of rank 0's loader, which is that of all: each has read two batches.
+    assert [stream[2:] for stream in streams] == [seen for seen, _ in resumed]
+    assert [weights[2:] for _, weights in whole] == [weights for _, weights in resumed]
+
+
+def test_lightning_sees_the_state_of_a_joined_loader(world):
+    """From Python 3.12 on, `isinstance` of a protocol looks up attributes statically, as `getattr_static` does."""
+    for name in ("state_dict", "load_state_dict"):
+        assert getattr_static(StatefulJoinedLoader, name, None) is not None
+        assert getattr_static(JoinedLoader, name, None) is None
+
+
+def test_a_resumed_stream_counts_no_stand_in(world, tmp_path):
+    """A stream without a state begins anew after a resume; rank 1's second batch is its last, and then it stands in."""
+    options = {"streams": [[1.0] * 4, [5.0, 5.0]], "folder": str(tmp_path), "stateful": False}
+    world(2).run(train_streams, resumes=False, **options)
+    for seen, weights in world(2).run(train_streams, resumes=True, **options):
+        assert len(seen) == 4
+        steps = [before - after for before, after in itertools.pairwise(weights)]
+        # The gradients of the last two steps are rank 0's alone.
+        assert approx(steps[-1]) == steps[-2]
+        assert steps[-1] < steps[0] / 2

@@ -110,7 +110,7 @@ class Batches(Part):
         world_size = self.run.world.size
         fetched: list[FetchRecord] = []
         for loader in self._joined_loaders:
-            record = loader.records.get(epoch, number)
+            record = loader.arrive(epoch, number)
             if record is not None:
                 fetched.append(record)
         self.missing = 0

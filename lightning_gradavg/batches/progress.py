@@ -15,9 +15,11 @@ For each batch, Lightning calls in this order:
 
 from __future__ import annotations
 
+import copy
 import math
+import weakref
 from collections.abc import Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,7 +34,7 @@ from lightning_gradavg.batches.loader import Pass, SplitLoader
 from lightning_gradavg.batches.order import BatchRecord, LoaderState, Order, PassPosition
 from lightning_gradavg.faults.drift import SameData
 
-__all__ = ["JoinedLoader", "Progress", "TrainingLoader", "join"]
+__all__ = ["JoinedLoader", "Progress", "StatefulJoinedLoader", "TrainingLoader", "join"]
 
 _END = object()  # not None, which a user's loader may yield
 
@@ -247,6 +249,18 @@ class FetchRecord(NamedTuple):
 
     has_batch: bool  # whether this rank has one; else it computes its last one again, as a stand-in
     counts: ReducedRow  # over all ranks: how many have a batch, and how many never had one
+    state: object  # of a loader that has one, after it has yielded the batch; else None
+
+
+@runtime_checkable
+class _StatefulLoader(Protocol):
+    """A loader whose place a checkpoint holds, as Lightning's `_Stateful` says: StatefulDataLoader, litData."""
+
+    def state_dict(self) -> object:
+        """Return where the loader is."""
+
+    def load_state_dict(self, state: object) -> None:
+        """Have the next pass begin there."""
 
 
 class JoinedLoader(LoaderWrapper):
@@ -277,6 +291,8 @@ class JoinedLoader(LoaderWrapper):
         self._device = device
         self._length = length
         self._last: object = _END  # this rank's last batch, of any pass
+        self._arriving_epoch: weakref.ref[object] | None = None  # the epoch whose batches arrive
+        self._first_number = 0  # in Lightning's count, of the first batch of that epoch that has arrived
         described = f"batches of {type(loader).__name__}"
         dataset = getattr(loader, "dataset", None)
         if dataset is not None:
@@ -285,6 +301,22 @@ class JoinedLoader(LoaderWrapper):
 
     def __iter__(self) -> JoinedIterator:
         return JoinedIterator(self, self._joined(iter(self._read)))
+
+    def arrive(self, epoch: object, number: int) -> FetchRecord | None:
+        """Return the record of a batch that arrives in training, by Lightning's number; None if there is none.
+
+        Lightning's count of a resumed epoch goes on from the checkpoint, and the loader yields the first batch of its
+        pass then. Numbered by Lightning, a stand-in was not found after a resume, and its samples counted
+        (`test_a_resumed_stream_counts_no_stand_in`).
+        """
+        if self._arriving_epoch is None or self._arriving_epoch() is not epoch:
+            self._arriving_epoch = weakref.ref(epoch)
+            self._first_number = number
+        return self.records.get(epoch, number - self._first_number)
+
+    def _state(self) -> object:
+        """Return the state of the loader after the batch that it has yielded, None of a loader without one."""
+        return None
 
     def __len__(self) -> int:
         if self._length == math.inf:
@@ -304,6 +336,7 @@ class JoinedLoader(LoaderWrapper):
             if has_batch:
                 batch = next(batches, _END)
             has_batch = batch is not _END
+            state = self._state()
             if has_batch:
                 self._last = batch
             # Not the stand-in: it may be another rank's batch, which would be taken for the same data.
@@ -319,7 +352,7 @@ class JoinedLoader(LoaderWrapper):
                 if ranks_without_any > 0:
                     self._share_last_batch()
             is_first = False
-            yield self._last, FetchRecord(has_batch, counts)
+            yield self._last, FetchRecord(has_batch, counts, state)
 
     def _share_last_batch(self) -> None:
         """Give ranks that never had a batch that of the first rank that has one. A collective operation."""
@@ -333,6 +366,42 @@ class JoinedLoader(LoaderWrapper):
             if shared is not None:
                 (self._last,) = shared
                 return
+
+
+class StatefulJoinedLoader(JoinedLoader):
+    """A joined loader of which a checkpoint holds the state that the user's loader had after the batch in training.
+
+    Lightning fetches one batch ahead of a loader without length. The state of that moment would leave this batch out of
+    a resumed run (`test_a_stream_with_a_state_resumes_at_the_next_batch`).
+
+    The methods stand here, and are not found by `__getattr__`: from Python 3.12 on, `isinstance` of a protocol looks up
+    attributes statically, and Lightning asks `isinstance(loader, _Stateful)`.
+    """
+
+    _read: _StatefulLoader
+    _trained: FetchRecord | None = None  # of the batch in training; None before the first one of a pass
+
+    def __iter__(self) -> JoinedIterator:
+        self._trained = None
+        return super().__iter__()
+
+    def arrive(self, epoch: object, number: int) -> FetchRecord | None:
+        """Return the record of a batch that arrives in training, and note it."""
+        self._trained = super().arrive(epoch, number)
+        return self._trained
+
+    def _state(self) -> object:
+        return copy.deepcopy(self._read.state_dict())  # a loader may return the very dict that it changes
+
+    def state_dict(self) -> object:
+        """Return where training stands in this rank's data."""
+        if self._trained is None or self.loop.epoch_ended:
+            return self._read.state_dict()
+        return self._trained.state
+
+    def load_state_dict(self, state: object) -> None:
+        """Have the next pass begin after the last batch that was trained on."""
+        self._read.load_state_dict(state)
 
 
 class JoinedIterator(Iterator[object]):
@@ -360,4 +429,6 @@ def join(loader: object, world: World, device: torch.device, loop: TrainingLoop)
     are_equal = math.inf not in lengths and len(set(lengths)) == 1
     if world.size == 1 or are_equal:
         return loader
+    if isinstance(loader, _StatefulLoader):
+        return StatefulJoinedLoader(loader, world, device, loop, max(lengths))
     return JoinedLoader(loader, world, device, loop, max(lengths))
