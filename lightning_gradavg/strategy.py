@@ -577,6 +577,11 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if self._faults.ends_apart():
             return
+        if not self._parts_set_up:
+            # The process that has forked or spawned the ranks, after their fit. It saves what stock saves there: the
+            # weights that they have sent back (`test_states.py`: a process that has not trained).
+            super().save_checkpoint(checkpoint, *args, **kwargs)
+            return
         saved: Saved = {}
         for part in self._parts:
             part.save(saved, checkpoint)

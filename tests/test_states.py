@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
+from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg._support.fingerprint import combined, state_digests
 from lightning_gradavg._support.random_state import random_state, restore_random_state
 from lightning_gradavg.replicas.part import replica_stream
@@ -102,3 +104,10 @@ def test_a_fingerprint_stands_for_every_bit():
     twin[0].weight.data = twin[0].weight.data.t().contiguous().t()
     assert after == state_digests(twin, [other])
     assert 16 == len(combined(after))
+
+
+def test_a_process_that_has_not_trained_saves_what_stock_saves(tmp_path):
+    """After a fit of forked ranks, `trainer.save_checkpoint` runs in the process that forked them. It raised."""
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=GradAvgStrategy(start_method="fork"), logger=False)
+    trainer.strategy.save_checkpoint({"global_step": 3}, tmp_path / "forked.ckpt")
+    assert {"global_step": 3} == torch.load(tmp_path / "forked.ckpt", weights_only=True)
