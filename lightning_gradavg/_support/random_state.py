@@ -66,6 +66,19 @@ def same_random_state(first: RandomState, second: RandomState) -> bool:
     return numpy_of_first == numpy_of_second
 
 
+def seed_generators(digest: bytes) -> None:
+    """Seed the CPU's global generators by 24 bytes, 8 for each: of one seed, Python and NumPy make the same stream."""
+    for_torch = int.from_bytes(digest[0:8], "little")
+    for_python = int.from_bytes(digest[8:16], "little")
+    for_numpy = int.from_bytes(digest[16:24], "little")
+    torch.default_generator.manual_seed(for_torch)  # `torch.manual_seed` would seed the accelerators, too
+    random.seed(for_python)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        # In place: a new `RandomState` asks the operating system for entropy first, which takes ten times as long.
+        numpy.random.seed([for_numpy & 0xFFFFFFFF, for_numpy >> 32])  # NumPy takes words of 32 bits
+
+
 def forked(state: RandomState, stream: int) -> RandomState:
     """Return states for one of several streams, which are derived from the state of torch's generator."""
     for_torch = state[0].numpy().tobytes()
@@ -73,18 +86,10 @@ def forked(state: RandomState, stream: int) -> RandomState:
 
 
 def seeded(digest: bytes) -> RandomState:
-    """Return states that follow from 24 bytes.
-
-    Each generator gets 8 bytes of its own: of one seed, Python and NumPy make the same stream.
-    """
-    for_torch = int.from_bytes(digest[0:8], "little")
-    for_python = int.from_bytes(digest[8:16], "little")
-    for_numpy = int.from_bytes(digest[16:24], "little")
-    numpy_state = None
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        words = [for_numpy & 0xFFFFFFFF, for_numpy >> 32]  # NumPy takes words of 32 bits
-        numpy_state = _without_arrays(numpy.random.RandomState(words).get_state(legacy=False))
-    torch_state = torch.Generator().manual_seed(for_torch).get_state()
-    python_state = random.Random(for_python).getstate()
-    return torch_state, python_state, numpy_state
+    """Return the states that `seed_generators` sets."""
+    own = random_state()
+    seed_generators(digest)
+    try:
+        return random_state()
+    finally:
+        restore_random_state(own)

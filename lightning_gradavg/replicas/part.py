@@ -28,7 +28,7 @@ from lightning_gradavg._lightning.options import Options
 from lightning_gradavg._lightning.part import Part, Run, Saved
 from lightning_gradavg._lightning.stand_in import metrics_kept, uncounted
 from lightning_gradavg._support.collectives import World
-from lightning_gradavg._support.random_state import random_state, restore_random_state, seeded
+from lightning_gradavg._support.random_state import random_state, restore_random_state, seed_generators
 from lightning_gradavg._support.tree import mapped
 from lightning_gradavg.batches.chunks import Chunk
 from lightning_gradavg.batches.part import Batches, ReplicaSlice, SplitBatches
@@ -80,7 +80,7 @@ def replica_stream(seed: int, step: int, replica: int, device: torch.device) -> 
         device_state = accelerator.get_rng_state()
     host_state = random_state()
 
-    restore_random_state(seeded(host_seed))
+    seed_generators(host_seed)
     if accelerator is not None:
         accelerator.manual_seed(device_seed)
     try:

@@ -17,7 +17,6 @@ from lightning_gradavg._lightning.part import Run
 from lightning_gradavg.reduction.engine import Engine, StepFacts
 from lightning_gradavg.reduction.factor import factor_after
 from lightning_gradavg.reduction.loss import MicroBatch, WeighedLoss
-from lightning_gradavg.reduction.set_aside import take_gradients
 from lightning_gradavg.reduction.totals import (
     STOPPED_TRAINING,
     GatheredRows,
@@ -42,7 +41,7 @@ class _ReplicaWindow:
         gradients: The gradients of this rank's replicas that are not complete, by replica.
         micro_batches: All micro-batches of this rank.
         shares: Their shares, in the same order.
-        trained: The parameters that trained in the last micro-batch.
+        trained: The parameters that trained in the last micro-batch, by `id`.
         ends: Whether the last backward ended the window.
         exchange: The exchange of totals, if it has begun.
     """
@@ -51,7 +50,7 @@ class _ReplicaWindow:
     gradients: dict[int, Gradients] = field(default_factory=dict)
     micro_batches: list[MicroBatch] = field(default_factory=list)
     shares: list[Share] = field(default_factory=list)
-    trained: set[nn.Parameter] = field(default_factory=set)
+    trained: set[int] = field(default_factory=set)
     ends: bool = False
     exchange: GatheredRows | None = None
 
@@ -120,7 +119,7 @@ class Tree(Engine):
     def _checked(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return a micro-batch, with a problem if a parameter has stopped training within the window."""
         trained_before = self._window.trained
-        self._window.trained = {parameter for parameter in self._parameters if parameter.requires_grad}
+        self._window.trained = {id(parameter) for parameter in self._parameters if parameter.requires_grad}
         stopped = trained_before - self._window.trained
         if micro_batch.problem is None and stopped:
             # The tree has no place for its gradient, which would be lost in silence.
@@ -145,6 +144,7 @@ class Tree(Engine):
                 window.gradients[replica] = self._take_gradients()
                 window.normalizers[replica] += float(window.shares[-1].normalizer)
         finally:
+            self._take_gradients()  # of a loss that does not count, or that an exception has left
             self._set_gradients(from_before)
         if not window_continues:
             self._add_to_tree(replica)
@@ -232,11 +232,22 @@ class Tree(Engine):
 
     def _take_gradients(self) -> Gradients:
         """Return the parameters' gradients by `id`; the parameters have none afterwards."""
-        return {id(parameter): gradient for parameter, gradient in take_gradients(self._parameters).items()}
+        # By `id`: the hash of a parameter is a method in Python, called for each of them in each step.
+        taken: Gradients = {}
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                taken[id(parameter)] = parameter.grad
+                parameter.grad = None
+        return taken
 
     def _set_gradients(self, gradients: Mapping[int, Tensor]) -> None:
+        """Give the parameters, which have none, these gradients."""
+        if not gradients:
+            return
         for parameter in self._parameters:
-            parameter.grad = gradients.get(id(parameter))
+            gradient = gradients.get(id(parameter))
+            if gradient is not None:
+                parameter.grad = gradient
 
 
 def _are_the_same(parameters: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> bool:
