@@ -119,12 +119,14 @@ class Exchange:
         delay: Milliseconds that a packet takes.
         totals: Milliseconds of an all-to-all of six float64 numbers, from its begin to its end, on the slowest rank.
         flag: Milliseconds of Lightning's broadcast of one integer by rank 0.
+        processor: Milliseconds of processor time that one exchange of totals takes of a rank, all its threads together.
     """
 
     ranks: int
     delay: float
     totals: list[float]
     flag: list[float]
+    processor: float
 
 
 class _Layer(torch.autograd.Function):
@@ -266,11 +268,25 @@ def _time_exchange(exchange: Callable[[], None]) -> list[float]:
     return milliseconds
 
 
+def _processor_of_totals() -> float:
+    """Return the processor milliseconds of one exchange of totals, the most of all ranks."""
+    dist.barrier()
+    started = time.process_time()
+    for _ in range(EXCHANGES):
+        _exchange_totals()
+    (most,) = slowest([time.process_time() - started], torch.device("cpu"))
+    return 1000 * most / EXCHANGES
+
+
 def _run_rank(arguments: argparse.Namespace, delay: float) -> None:
     """Measure all cases in this world; rank 0 prints and adds them to the file."""
     with joined():
         exchange = Exchange(
-            dist.get_world_size(), delay, _time_exchange(_exchange_totals), _time_exchange(_broadcast_flag)
+            ranks=dist.get_world_size(),
+            delay=delay,
+            totals=_time_exchange(_exchange_totals),
+            flag=_time_exchange(_broadcast_flag),
+            processor=_processor_of_totals(),
         )
         if dist.get_rank() == 0:
             _print_exchange(exchange)
@@ -288,7 +304,7 @@ def _run_rank(arguments: argparse.Namespace, delay: float) -> None:
 def _print_exchange(exchange: Exchange) -> None:
     sys.stdout.write(
         f"{exchange.ranks} ranks, {exchange.delay:g} ms: totals {statistics.median(exchange.totals):.2f} ms,"
-        f" flag {statistics.median(exchange.flag):.2f} ms\n"
+        f" flag {statistics.median(exchange.flag):.2f} ms, processor {exchange.processor:.2f} ms\n"
     )
     sys.stdout.flush()
 
@@ -476,7 +492,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--ranks", type=int, nargs="+", default=[2, 4, 8, 16], help="sizes of the worlds, one after the other")
     add("--delays", type=float, nargs="+", default=[0.0], metavar="MS", help="milliseconds that a packet takes")
     add("--windows", type=int, nargs="+", default=[1, 4], help="micro-batches of an optimizer step")
-    add("--streams", nargs="+", choices=STREAMS, default=["together"], help="how times are drawn")
+    add("--streams", nargs="*", choices=STREAMS, default=["together"], help="how times are drawn; none: exchanges only")
     add("--parameters", type=float, nargs="+", default=[1e6], help="of the model")
     add("--rounds", type=int, default=5)
     add("--steps", type=int, default=8, help="timed optimizer steps of a round")
