@@ -2,9 +2,13 @@
 
 Each node is a network namespace of Linux with one virtual cable to a bridge in a namespace of its own; a token bucket
 filter (`tc ... tbf`) on both ends of the cable limits its rate. The ranks of a node are started in its namespace by
-`torchrun`. What follows `--` goes to `benchmarks.step`, which counts the bytes on the node's cable: that of
-`GLOO_SOCKET_IFNAME`. Nodes share the machine's cores and memory; the cable loses and delays nothing beyond its rate.
-With one node there is no cable: the benchmark runs on a loopback interface that no other process uses.
+`torchrun`. What follows `--` goes to the benchmark (`--module`), by default `benchmarks.step`, which counts the bytes
+on the node's cable: that of `GLOO_SOCKET_IFNAME`. Nodes share the machine's cores and memory; the cable loses and
+delays nothing beyond its rate. With one node there is no cable: the benchmark runs on a loopback interface that no
+other process uses.
+
+With `--delay`, the cables end in a process instead of a bridge, `relay.c`, which hands each packet on after that time.
+An answer comes after twice the delay. It needs a C compiler and /dev/net/tun, and the node's end alone limits a rate.
 
 Needs root, and `ip` and `tc` of iproute2. The namespaces are made for the run, named after the process, and removed at
 its end with all that still runs in them, also when a rank dies, on an error or an interrupt. What a killed run leaves
@@ -26,6 +30,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 
 __all__ = ["Network", "main", "network", "obstacle"]
@@ -117,12 +122,13 @@ def _namespace(name: str) -> Iterator[str]:
 
 
 @contextmanager
-def network(nodes: int, rate: str | None) -> Iterator[Network]:
+def network(nodes: int, rate: str | None, delay: float = 0.0) -> Iterator[Network]:
     """Make the namespaces of some nodes, and remove them in the end.
 
     Args:
         nodes: One or more.
         rate: Of every cable in each direction, as `tc` writes it: "1gbit"; None for no limit.
+        delay: Milliseconds that a packet takes from one node to another, with two nodes or more.
     """
     prefix = f"gradavg{os.getpid()}"
     with ExitStack() as stack:
@@ -130,19 +136,54 @@ def network(nodes: int, rate: str | None) -> Iterator[Network]:
         if nodes == 1:
             yield Network(names, ("127.0.0.1",), "lo")
             return
+        addresses = tuple(f"10.77.0.{index + 1}" for index in range(nodes))
+        if delay > 0:
+            stack.enter_context(_relay(names, delay))
+            for name, address in zip(names, addresses, strict=True):
+                # Packets as large as TUN takes: each costs the relay the same, whatever its size.
+                _run(f"ip -n {name} link set cable mtu 65000 up")
+                _run(f"ip -n {name} addr add {address}/24 dev cable")
+                if rate is not None:
+                    _limit(name, "cable", rate)
+            yield Network(names, addresses, "cable")
+            return
         switch = stack.enter_context(_namespace(f"{prefix}sw"))
         _run(f"ip -n {switch} link add bridge0 type bridge")
         _run(f"ip -n {switch} link set bridge0 up")
-        addresses = tuple(f"10.77.0.{index + 1}" for index in range(nodes))
         for index, (name, address) in enumerate(zip(names, addresses, strict=True)):
             _run(f"ip -n {switch} link add port{index} type veth peer name cable netns {name}")
             _run(f"ip -n {switch} link set port{index} master bridge0 up")
             _run(f"ip -n {name} addr add {address}/24 dev cable")
             _run(f"ip -n {name} link set cable up")
             if rate is not None:
-                for namespace, device in ((switch, f"port{index}"), (name, "cable")):
-                    _run(f"tc -n {namespace} qdisc add dev {device} root tbf rate {rate} burst 128kb latency 50ms")
+                _limit(switch, f"port{index}", rate)
+                _limit(name, "cable", rate)
         yield Network(names, addresses, "cable")
+
+
+def _limit(namespace: str, device: str, rate: str) -> None:
+    _run(f"tc -n {namespace} qdisc add dev {device} root tbf rate {rate} burst 128kb latency 50ms")
+
+
+@contextmanager
+def _relay(namespaces: Sequence[str], delay: float) -> Iterator[None]:
+    """Run the process in which delayed cables end; it makes an interface `cable` in each namespace.
+
+    Raises:
+        RuntimeError: If it cannot be compiled, or makes no interfaces.
+    """
+    with TemporaryDirectory() as folder:
+        program = f"{folder}/relay"
+        _run(f"cc -O2 -o {program} {Path(__file__).with_name('relay.c')}")
+        command = [program, str(round(1000 * delay)), *namespaces]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                if process.stdout.readline() != "ready\n":
+                    raise RuntimeError("the relay of delayed cables made no interfaces; its error stands above")
+                yield
+            finally:
+                process.kill()
 
 
 def _commands(arguments: argparse.Namespace, nodes: Network) -> Iterator[list[str]]:
@@ -165,6 +206,17 @@ def _rate(rate: str) -> str:
     if re.fullmatch(r"0*[1-9]\d*(kbit|mbit|gbit)", rate) is None:
         raise argparse.ArgumentTypeError(f"{rate!r} is not a rate; give a number > 0 and kbit, mbit or gbit: 1gbit")
     return rate
+
+
+def _delay(delay: str) -> float:
+    """Return the milliseconds of a delay of the command line.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is none.
+    """
+    if re.fullmatch(r"\d+(\.\d+)?ms", delay) is None:
+        raise argparse.ArgumentTypeError(f"{delay!r} is not a delay; give milliseconds: 10ms")
+    return float(delay.removesuffix("ms"))
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -222,12 +274,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--nodes", type=int, default=2, help="number of nodes (default: 2)")
     parser.add_argument("--ranks", type=int, default=1, help="ranks on each node (default: 1)")
     parser.add_argument("--rate", type=_rate, default=None, help="of each cable, such as 1gbit (default: no limit)")
+    parser.add_argument("--delay", type=_delay, default=0.0, help="of each packet, such as 10ms (default: none)")
     parser.add_argument("--module", default="benchmarks.step", help="what to run (default: benchmarks.step)")
     parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENTS", help="arguments of the benchmark")
     parsed = parser.parse_args(arguments)
     if parsed.nodes < 1 or parsed.ranks < 1:
         parser.error(f"--nodes and --ranks are 1 or more; got {parsed.nodes} and {parsed.ranks}")
-    reason = obstacle("ip", "tc")
+    if parsed.delay > 0 and parsed.nodes == 1:
+        parser.error("--delay needs two nodes: the only node has no cable")
+    tools = ["ip", "tc"]
+    if parsed.delay > 0:
+        tools.append("cc")
+    reason = obstacle(*tools)
     if reason is not None:
         parser.error(reason)
     for number in _SIGNALS:
@@ -242,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run_on_nodes(arguments: argparse.Namespace) -> int:
     """Return 0, or the exit code of the first node that failed."""
-    with network(arguments.nodes, arguments.rate) as nodes:
+    with network(arguments.nodes, arguments.rate, arguments.delay) as nodes:
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": nodes.interface, "NCCL_SOCKET_IFNAME": nodes.interface}
         environment.setdefault("OMP_NUM_THREADS", "1")
         with _launched(_commands(arguments, nodes), environment) as processes:

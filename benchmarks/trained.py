@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from benchmarks.block import WARMUP, Clock, Setting, Variant, weight_of_rank
@@ -21,6 +23,9 @@ from lightning_gradavg.rules import RULES
 __all__ = ["LIGHTNING", "trained_variants"]
 
 LIGHTNING = "Lightning DDPStrategy"
+
+HAS_BATCHED_COPY = "batched_grad_copy" in inspect.signature(DistributedDataParallel).parameters
+"""Whether torch's DDP can copy the gradients of a bucket all at once, as from torch 2.13 on."""
 
 
 class _Ticks(Callback):
@@ -97,6 +102,9 @@ def _stock() -> Iterator[Variant]:
     )
     views = partial(DDPStrategy, gradient_as_bucket_view=True)
     yield Variant(f"{LIGHTNING}, bucket views", partial(_train, views), in_lightning=True)
+    if HAS_BATCHED_COPY:
+        batched = partial(DDPStrategy, batched_grad_copy=True)
+        yield Variant(f"{LIGHTNING}, batched copy", partial(_train, batched), in_lightning=True)
 
 
 def _ours(reduction: str, name: str = "", *, varying: bool = False, **options: Any) -> Variant:
@@ -129,6 +137,9 @@ def trained_variants(*, several_on_nodes: bool) -> Iterator[Variant]:
     yield _ours("mean", "bucket views", gradient_as_bucket_view=True)
     for reduction in ("sum", "weighted_mean"):  # whose gradients are views of buckets by default
         yield _ours(reduction, "no bucket views", gradient_as_bucket_view=False)
+    if HAS_BATCHED_COPY:
+        for reduction in ("mean", "weighted_mean"):
+            yield _ours(reduction, "batched copy", batched_grad_copy=True)
     yield _ours("weighted_mean", "hooks.bfloat16", ddp_comm_hook=hooks.bfloat16)
     if several_on_nodes:
         yield _ours("weighted_mean", "hooks.by_node", ddp_comm_hook=hooks.by_node)

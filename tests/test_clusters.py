@@ -29,6 +29,27 @@ def weights(folder: Path) -> torch.Tensor:
     return torch.cat([tensor.flatten().double() for tensor in saved["state_dict"].values()])
 
 
+KNOCK = """
+import socket, sys, time
+started = time.monotonic()
+try:
+    socket.create_connection((sys.argv[1], 1))
+except ConnectionRefusedError:
+    print(time.monotonic() - started)
+"""
+
+
+@pytest.mark.full
+def test_delayed_nodes_answer_after_twice_the_delay():
+    reason = obstacle("ip", "tc", "cc")
+    if reason is not None:
+        pytest.skip(reason)
+    with network(2, None, delay=20) as made:
+        command = ["ip", "netns", "exec", made.namespaces[0], sys.executable, "-c", KNOCK, made.addresses[1]]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert float(printed) >= 0.04
+
+
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(300)

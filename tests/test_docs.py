@@ -100,6 +100,9 @@ SEARCHES = {
     "batch norm on shards": "faq",
     "rank without validation batch": "faq",
     "mean of batch sizes": "evaluation",
+    "many ranks latency": "growth",
+    "1,024 ranks overhead": "growth",
+    "slow network cost": "growth",
 }
 """What people type, and a page that has to be among the results."""
 

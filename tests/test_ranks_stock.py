@@ -6,6 +6,7 @@ The one thing that it adds is the factor of a short last window, in automatic op
 from __future__ import annotations
 
 import gc
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -20,6 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from ranks import make_trainer, on_ranks
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -309,6 +311,8 @@ def newton(nets: Nets) -> Any:
 UNUSED = {"find_unused_parameters": True}
 ACCUMULATED = {window: {"accumulate_grad_batches": window} for window in (2, 3)}
 BOTH, FIRST = (True, True), (True, False)
+BATCHED = {"batched_grad_copy": True}
+HAS_BATCHED_COPY = "batched_grad_copy" in inspect.signature(DistributedDataParallel).parameters  # torch 2.13 has it
 SCENARIOS: Mapping[str, Scenario] = {
     "a single step": Scenario(plain),
     "a GAN with toggle_optimizer": Scenario(adversarial, True, options=UNUSED, optimizers=two_optimizers),
@@ -336,6 +340,15 @@ SCENARIOS: Mapping[str, Scenario] = {
     "views of buckets in windows": Scenario(
         plain, False, 2, {"gradient_as_bucket_view": True}, ACCUMULATED[2]
     ),
+    **{
+        f"{name}, copied in one batch": Scenario(plain, False, window, options, ACCUMULATED.get(window, {}))
+        for name, window, options in (
+            ("a single step", 1, BATCHED),
+            ("windows of 2", 2, BATCHED),
+            ("views of buckets", 1, {**BATCHED, "gradient_as_bucket_view": True}),
+        )
+        if HAS_BATCHED_COPY
+    },
     "a static graph": Scenario(plain, options={"static_graph": True}),
     "a parameter frozen within an automatic window": Scenario(frozen_at_the_end, False, 2, UNUSED, ACCUMULATED[2]),
     "a parameter frozen between windows": Scenario(frozen_at_the_end, options=UNUSED),

@@ -6,6 +6,7 @@ import ast
 import io
 import json
 import os
+import random
 import sys
 import threading
 from contextlib import closing, nullcontext, redirect_stdout
@@ -19,7 +20,7 @@ from mutations.__main__ import ROOT, mutations
 from ranks import RankError, RankPool
 from structure import ROOT as PACKAGE
 
-from benchmarks import host_read, step
+from benchmarks import growth, host_read, step
 from benchmarks.block import WARMUP
 from benchmarks.models import MODELS, Measured
 from benchmarks.world import World
@@ -104,6 +105,37 @@ def test_the_benchmark_of_a_step_saves_its_numbers(world, tmp_path):
     assert (2, names) == (model["world_size"], sorted(model["seconds"]))
     # Half of a ring's traffic leaves each of two ranks, and both share the interface.
     assert model["sent"]["DDP"][0] > model["gradient_bytes"]
+
+
+def measure_growth(*arguments: str) -> None:
+    """Body: be a rank of the benchmark, in the process group that is there."""
+    with (
+        mock.patch.object(growth, "joined", return_value=nullcontext(world_of_torchrun())),
+        redirect_stdout(io.StringIO()),
+    ):
+        growth.main(arguments)
+
+
+def test_the_benchmark_of_growth_saves_and_draws_its_numbers(world, tmp_path):
+    output = tmp_path / "found.json"
+    options = ["--rounds=2", "--steps=1", "--windows", "1", "2", "--parameters=80", "--seconds=0.001"]
+    world(2).run(measure_growth, *options, f"--output={output}")
+    saved = json.loads(output.read_text())
+    assert [(2, 1), (2, 2)] == [(result["ranks"], result["window"]) for result in saved["results"]]
+    for result in saved["results"]:
+        assert dict.fromkeys(growth.STRATEGIES, 2) == {name: len(of) for name, of in result["milliseconds"].items()}
+    (exchange,) = saved["exchanges"]
+    assert min(*exchange["totals"], *exchange["flag"]) > 0
+    growth.main(["--draw", str(output), f"--images={tmp_path}"])
+    assert ["growth_delay.svg", "growth_ranks.svg"] == sorted(path.name for path in tmp_path.glob("*.svg"))
+
+
+def test_times_of_growth_are_drawn_as_their_streams_say():
+    drawn = {name: growth.draw_times(name, 0.3, 50, random.Random(0)) for name in growth.STREAMS}
+    assert all(times == pytest.approx((0.1, 0.2)) for times in drawn["equal"])
+    assert len(set(drawn["together"])) == 50
+    assert all(times.backward == pytest.approx(2 * times.forward) for times in drawn["together"])
+    assert not any(times.backward == pytest.approx(2 * times.forward) for times in drawn["independent"])
 
 
 def reads_under(name: str) -> tuple[int, list[torch.Tensor]]:
