@@ -123,6 +123,14 @@ def _reproducible() -> Variant:
     return Variant("GradAvg mean, reproducible", partial(_train, strategy, shared=True), in_lightning=True)
 
 
+def _presets() -> Iterator[Variant]:
+    """Yield the runs that share each loader batch, one replica or part of it on each rank."""
+    one_device = partial(GradAvgStrategy, equivalent_to="single_device")
+    yield Variant("GradAvg single_device", partial(_train, one_device, shared=True), in_lightning=True)
+    replicas = partial(GradAvgStrategy, equivalent_to="data_parallel", num_replicas=dist.get_world_size())
+    yield Variant("GradAvg data_parallel", partial(_train, replicas, shared=True), in_lightning=True)
+
+
 def trained_variants(*, several_on_nodes: bool) -> Iterator[Variant]:
     """Yield what Lightning runs, the process group being up.
 
@@ -134,6 +142,7 @@ def trained_variants(*, several_on_nodes: bool) -> Iterator[Variant]:
         yield _ours(reduction)
     yield _ours("weighted_mean", "varying weights", varying=True)
     yield _reproducible()
+    yield from _presets()
     yield _ours("mean", "bucket views", gradient_as_bucket_view=True)
     for reduction in ("sum", "weighted_mean"):  # whose gradients are views of buckets by default
         yield _ours(reduction, "no bucket views", gradient_as_bucket_view=False)
