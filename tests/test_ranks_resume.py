@@ -24,7 +24,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from inspect import signature
 from itertools import count, product
 from multiprocessing import get_context
 from pathlib import Path
@@ -39,10 +38,9 @@ from fsspec.implementations import local
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint
 from noted import Act, Noted, Order, drawn_numbers, fit, join_ranks, read_journal, step_of_checkpoint
 from orders import ORDERS, WHOLE
-from ranks import RankError, covering
+from ranks import NEEDS_AGREEMENT, NEEDS_SAVE_ON_EXCEPTION, RankError, covering
 from torch.utils.data import DataLoader
 
 from lightning_gradavg._support.collectives import World
@@ -176,7 +174,11 @@ def make_parameters_of_resumes() -> list[Any]:
     """Return a parameter of pytest for every row of RESUMES."""
     parameters = []
     for row in RESUMES:
-        marks = [pytest.mark.full] if row.is_full else []
+        marks = []
+        if row.is_full:
+            marks.append(pytest.mark.full)
+        if "SIGTERM" in row.ends:
+            marks.append(NEEDS_AGREEMENT)
         parameters.append(pytest.param(row, id=str(row), marks=marks))
     return parameters
 
@@ -521,7 +523,7 @@ def test_a_killed_save_leaves_no_torn_checkpoint(tmp_path, monkeypatch, temporar
 LINKED = {"every_n_train_steps": 2, "save_top_k": -1, "save_last": "link"}
 
 
-@pytest.mark.skipif("save_on_exception" not in signature(ModelCheckpoint).parameters, reason="Lightning 2.6 brought it")
+@NEEDS_SAVE_ON_EXCEPTION
 @pytest.mark.parametrize(
     ("act", "rank", "named", "keep", "kept"),
     [
