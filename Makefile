@@ -3,6 +3,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 INTEGRATIONS := $(VENV)/.integrations
+OLDEST := .venv-oldest
+OLDEST_READY := $(OLDEST)/.ready
 LINT := $(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/lint-imports && $(BIN)/mypy
 
 # PyPI's torch for Linux brings several GB of CUDA libraries. Where the CPU build is enough:
@@ -13,11 +15,11 @@ TORCH_INDEX ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all lint format docs demo gpu clean
+.PHONY: help setup test test-all test-oldest lint format docs demo gpu clean
 .DELETE_ON_ERROR:
 
 help:  ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
 
 setup: $(READY)  ## Create .venv with everything that is needed; again only when pyproject.toml or the pins change
 
@@ -42,6 +44,18 @@ $(INTEGRATIONS): $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[integrations]'
 	@touch $@
 
+test-oldest: $(OLDEST_READY)  ## Run the tests with the oldest versions that are supported, in .venv-oldest; Python 3.10 to 3.12
+	$(OLDEST)/bin/python -m pytest --numprocesses 3 --dist worksteal -W default $(PYTEST_ARGS)
+
+# Old releases use what newer ones of their own needs deprecate, so warnings are no errors above.
+$(OLDEST_READY): pyproject.toml constraints-oldest.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; (3, 10) <= v < (3, 13) or sys.exit( \
+		f"torch 2.4 needs Python 3.10 to 3.12, {sys.executable} is {v[0]}.{v[1]}; try: make PYTHON=python3.11 test-oldest")'
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet $(TORCH_INDEX) --constraint constraints-oldest.txt torch
+	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable '.[test]'
+	@touch $@
+
 lint: $(READY)  ## Lint, check the formatting and the types
 	$(LINT)
 
@@ -61,6 +75,6 @@ gpu: $(READY)  ## Run every path on CUDA and NCCL, on the one GPU of this machin
 	$(BIN)/python -m pytest -m gpu -s; tests=$$?; \
 	$(BIN)/python -m benchmarks.host_read && exit $$tests
 
-clean:  ## Remove .venv, caches and output
-	rm -rf $(VENV) dist demo_output docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+clean:  ## Remove the environments, caches and output
+	rm -rf $(VENV) $(OLDEST) dist demo_output docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

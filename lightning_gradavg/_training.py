@@ -62,7 +62,7 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
     | phase | begins with | `training_step` |
     |---|---|---|
     | NO_TRAINING | `on_train_end` or `teardown` | is that of the engine |
-    | BETWEEN_BATCHES | `on_train_start`, the arrival of a batch, its end | is that of the engine: a user's own call |
+    | BETWEEN_BATCHES | `on_train_start`, a batch arrives or ends, an epoch ends | is that of the engine: a user's own call |
     | ON_BATCH | `on_train_batch_start`, which comes after the user's hooks of that name | weighs its losses |
     """
 
@@ -165,7 +165,7 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
         self._phase = _Phase.BETWEEN_BATCHES
         # Not in `setup`: a search for a learning rate or batch size trains with other callbacks than the run.
         if self._arrival is None:
-            self._arrival = Arrival(self._begin_batch, self._end_batch)
+            self._arrival = Arrival(self._begin_batch, self._end_batch, self._end_epoch)
         self._arrival.insert(self._reduction.run.trainer)
         for part in self._parts:
             part.on_train_start()
@@ -211,6 +211,10 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
                 " dataset, or use reduction='weighted_mean' and return"
                 ' {"loss": loss, "weight": 0} from training_step for a batch that should not count.'
             )
+
+    def _end_epoch(self) -> None:
+        """End an epoch, before the hooks of the user, and with it a batch that no hook of Lightning has ended."""
+        self._phase = _Phase.BETWEEN_BATCHES
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

@@ -16,7 +16,6 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from faulty_runs import (
-    ON_EXCEPTION,
     Begins,
     Exchanging,
     Flat,
@@ -40,7 +39,7 @@ from faulty_runs import (
     train_sharded,
 )
 from lightning.pytorch.callbacks import EarlyStopping
-from ranks import RankEnvironment, covering
+from ranks import ON_EXCEPTION, RankEnvironment, covering
 
 __all__ = ["FAULTS", "Fault"]
 

@@ -11,7 +11,6 @@ import signal
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
-from inspect import signature
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,18 +19,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from ranks import Ended, RankPool, make_trainer
-from torch.distributed.fsdp import fully_shard
+from ranks import ON_EXCEPTION, Ended, RankPool, make_trainer
 from torchmetrics import SumMetric
 from toys import OneWeight, Toy, make_loader
 
 from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy
 from lightning_gradavg._lightning.internals import store_of_world
-
-ON_EXCEPTION: dict[str, Any] = {}
-"""The option of ModelCheckpoint that saves when a run raises, if this Lightning has it."""
-if "save_on_exception" in signature(ModelCheckpoint).parameters:  # since lightning 2.6
-    ON_EXCEPTION["save_on_exception"] = True
 
 
 def run_ranks(body: Callable[..., Any], *, world_size: int = 2, timeout: float = 5, **options: Any) -> list[Ended]:
@@ -118,6 +111,8 @@ class Sharded(Injected):
 
     def configure_model(self) -> None:
         """Shard the weights."""
+        from torch.distributed.fsdp import fully_shard  # noqa: PLC0415  # not in torch 2.4
+
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def losses(self, batch: torch.Tensor) -> torch.Tensor:

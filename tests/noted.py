@@ -23,7 +23,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
-from ranks import PLAIN_DATA_ONLY, make_trainer
+from ranks import PLAIN_DATA_ONLY, SAVES_ON_EXCEPTION, make_trainer
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader
@@ -32,6 +32,11 @@ from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg._support.fingerprint import state_digests
 
 __all__ = ["KINDS", "Act", "Noted", "Order", "drawn_numbers", "fit", "join_ranks", "read_journal", "step_of_checkpoint"]
+
+SAVING: dict[str, Any] = {"save_on_exception": True}
+"""When a run saves, unless a test says otherwise."""
+if not SAVES_ON_EXCEPTION:
+    SAVING = {"every_n_train_steps": 1}  # which leaves the same checkpoint behind
 
 KINDS = orders.ORDERS | orders.WHOLE | orders.WORKERS | orders.ODD
 """What makes a loader, by its kind."""
@@ -351,7 +356,7 @@ def fit(
         setattr(module, drawing_hook, make_drawing_hook(acting, module, getattr(module, drawing_hook)))
     callbacks: list[Callback] = [acting, *options.pop("callbacks", ())]
     if model_checkpoint is not None:
-        callbacks.append(ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_exception=True, **model_checkpoint))
+        callbacks.append(ModelCheckpoint(folder, "{step}", save_top_k=-1, **{**SAVING, **model_checkpoint}))
     trainer = make_trainer(
         "auto" if strategy is None else GradAvgStrategy(split_batches=True, **strategy),
         callbacks=callbacks,

@@ -7,6 +7,7 @@ batches.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
@@ -20,7 +21,7 @@ from cases import CASES, Case
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from ranks import RankError, make_trainer, on_ranks
+from ranks import NEEDS_SHARDS_ON_CPU, RankError, make_trainer, on_ranks
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
@@ -377,7 +378,8 @@ def make_parameters_of_cases() -> list[Any]:
     parameters = []
     for case in CASES:
         for way in case.served_ways:
-            parameters.append(pytest.param(way, case, id=f"{way}-{case}"))
+            marks = [NEEDS_SHARDS_ON_CPU] if way == "sharded" else []
+            parameters.append(pytest.param(way, case, id=f"{way}-{case}", marks=marks))
     return parameters
 
 
@@ -534,7 +536,9 @@ def test_two_loaders_are_refused():
 
 def read_the_same() -> None:
     trainer = make_trainer(GradAvgStrategy(), max_epochs=1, **AS_THEY_ARE)
-    trainer.fit(Toy(), LOADERS["stream"]([torch.ones(1) * number for number in range(3)]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # also where pytest was told otherwise
+        trainer.fit(Toy(), LOADERS["stream"]([torch.ones(1) * number for number in range(3)]))
 
 
 def test_a_stream_that_all_ranks_read_alike_is_warned_of(world):

@@ -14,12 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import FAULTS
-from faulty_runs import run_ranks
+from faulty_runs import run_ranks, train_sharded
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from ranks import RankEnvironment, grid, make_trainer, on_ranks
+from ranks import NEEDS_AGREEMENT, NEEDS_SHARDS_ON_CPU, RankEnvironment, grid, make_trainer, on_ranks
 from torch import Tensor
 from toys import Toy, make_loader
 
@@ -159,10 +158,6 @@ def test_one_bit_is_found():
 
 BATCHES = 6
 
-AGREES = pytest.mark.skipif(
-    not hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor"), reason="this lightning has no agreement to replace"
-)
-
 
 class Signalled(Toy):
     """Sends a signal to its own process in one step on every rank: None for no step."""
@@ -192,7 +187,7 @@ def train_signalled(steps: Any, strategy: dict[str, Any], options: dict[str, Any
 WINDOWS = {"reduction": "weighted_mean"}, {"accumulate_grad_batches": 2}
 
 
-@AGREES
+@NEEDS_AGREEMENT
 @pytest.mark.parametrize(
     ("steps", "strategy", "options", "ended"),
     [
@@ -228,7 +223,7 @@ def train_requeued(folder: str, seen: str) -> Any:
     return trainer.global_step, steps, [name for name in vars(trainer._signal_connector) if "_fn" in name]
 
 
-@AGREES
+@NEEDS_AGREEMENT
 def test_ranks_answer_slurm_together(world, tmp_path):
     """Signalled two steps apart, the ranks save one checkpoint at one step, queue the job once, and train on."""
     command, seen = tmp_path / "scontrol", tmp_path / "seen"
@@ -245,7 +240,13 @@ def make_parameters_of_faults() -> list[Any]:
     """Return a parameter of pytest for every row of FAULTS."""
     parameters = []
     for name, fault in FAULTS.items():
-        marks = [pytest.mark.full] if fault.is_full else []
+        marks = []
+        if fault.is_full:
+            marks.append(pytest.mark.full)
+        if name == "SIGTERM":
+            marks.append(NEEDS_AGREEMENT)
+        if fault.body is train_sharded:
+            marks.append(NEEDS_SHARDS_ON_CPU)
         parameters.append(pytest.param(name, marks=marks))
     return parameters
 

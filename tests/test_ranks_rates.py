@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.tuner import Tuner
-from ranks import make_trainer
+from ranks import ON_EXCEPTION, make_trainer
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 from toys import MemoryLogger, Toy, approx, make_loader, train
@@ -239,7 +239,7 @@ MANUAL = {"on_train_batch_start", "training_step", "on_before_zero_grad", "on_be
 )
 def test_the_factor_is_in_force_from_a_batch_to_the_step(world, tmp_path, how, options, further_at_rest):
     model = {"how": how, "scheduler": "same", "size": 8}
-    saving = ModelCheckpoint(tmp_path, save_on_exception=True, **OFTEN)
+    saving = ModelCheckpoint(tmp_path, **ON_EXCEPTION, **OFTEN)
     options = {"max_epochs": 2, "val_check_interval": 2, "enable_checkpointing": True, **options}
     ranks = world(2).run(run, model, {"lr_scaling": "linear"}, [saving], **options)
     at_rest = {*(f"on_{name}" for name in REST), "stepped", "schedule", "left", *further_at_rest}

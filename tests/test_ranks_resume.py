@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from inspect import getattr_static, signature
+from inspect import getattr_static
 from itertools import count, product
 from multiprocessing import get_context
 from pathlib import Path
@@ -42,10 +42,9 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from noted import Act, Noted, Order, drawn_numbers, fit, join_ranks, read_journal, step_of_checkpoint
 from orders import ORDERS, WHOLE
-from ranks import RankError, covering, make_trainer
+from ranks import NEEDS_AGREEMENT, NEEDS_SAVE_ON_EXCEPTION, RankError, covering, make_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 from toys import Stream, Toy, approx
@@ -182,7 +181,11 @@ def make_parameters_of_resumes() -> list[Any]:
     """Return a parameter of pytest for every row of RESUMES."""
     parameters = []
     for row in RESUMES:
-        marks = [pytest.mark.full] if row.is_full else []
+        marks = []
+        if row.is_full:
+            marks.append(pytest.mark.full)
+        if "SIGTERM" in row.ends:
+            marks.append(NEEDS_AGREEMENT)
         parameters.append(pytest.param(row, id=str(row), marks=marks))
     return parameters
 
@@ -527,7 +530,7 @@ def test_a_killed_save_leaves_no_torn_checkpoint(tmp_path, monkeypatch, temporar
 LINKED = {"every_n_train_steps": 2, "save_top_k": -1, "save_last": "link"}
 
 
-@pytest.mark.skipif("save_on_exception" not in signature(ModelCheckpoint).parameters, reason="Lightning 2.6 brought it")
+@NEEDS_SAVE_ON_EXCEPTION
 @pytest.mark.parametrize(
     ("act", "rank", "named", "keep", "kept"),
     [

@@ -12,10 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
-from ranks import grid, make_trainer, on_ranks
+from ranks import SHARDS_ON_CPU, grid, make_trainer, on_ranks
 from torch import Tensor, nn
 from torch.distributed import device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 from toys import (
@@ -37,6 +36,10 @@ from toys import (
 
 from lightning_gradavg import GradAvgModelParallelStrategy, global_mean
 from lightning_gradavg.fabric import GradAvgModelParallelStrategy as OfFabricSharded
+
+if not SHARDS_ON_CPU:
+    pytest.skip("FSDP2 of a torch before 2.6 needs CUDA", allow_module_level=True)
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 pytestmark = IGNORE_UNUSED_PARAMETERS
 

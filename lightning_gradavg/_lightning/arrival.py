@@ -13,11 +13,11 @@ __all__ = ["Arrival"]
 
 
 class Arrival(Callback):
-    """Tells the strategy that a training batch arrives, before any callback of the user's, and that its hooks ran.
+    """Tells the strategy, before any callback of the user's, that a batch arrives or ends, and that an epoch ends.
 
     The strategy calls `insert` when training begins, and `remove` when the run ends. In between, Lightning calls
-    `on_train_batch_start` and `on_train_batch_end` for each batch. The callback has no state, so checkpoints know
-    nothing of it.
+    `on_train_batch_start` and `on_train_batch_end` for each batch, and `on_train_epoch_end` for each epoch. The
+    callback has no state, so checkpoints know nothing of it.
 
     No public method of the strategy is this event: users may call those, on any rank, for any batch
     (`tests/test_ranks_faults.py::test_a_method_that_one_rank_calls_is_no_event`). The strategy's own hook
@@ -26,11 +26,16 @@ class Arrival(Callback):
     Args:
         begin: Called with each batch that is trained on.
         end: Called with each batch when it was trained on, or passed over because it is None.
+        end_epoch: Called at the end of each epoch. If an `on_train_batch_start` ends the epoch by returning -1,
+            lightning 2.5.0 calls no `on_train_batch_end` for that batch; 2.6.6 does.
     """
 
-    def __init__(self, begin: Callable[[object], None], end: Callable[[object], None]) -> None:
+    def __init__(
+        self, begin: Callable[[object], None], end: Callable[[object], None], end_epoch: Callable[[], None]
+    ) -> None:
         self._begin = begin
         self._end = end
+        self._end_epoch = end_epoch
 
     def insert(self, trainer: Trainer) -> bool:
         """Make this the first callback of a trainer; return whether it had to be inserted."""
@@ -55,3 +60,7 @@ class Arrival(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         self._end(batch)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end_epoch()
