@@ -43,6 +43,7 @@ from verified_runs import (
     call_reentrant,
     call_with_draw_of_batch,
     call_with_draw_of_python,
+    call_with_list,
     change_weight_of_rank_1,
     clip_norm,
     collate_in_random_order,
@@ -64,6 +65,7 @@ from verified_runs import (
     load_texts,
     load_two,
     log_sum_over_ranks,
+    loss_and_temperature,
     make_adams,
     make_batch_norm,
     make_batch_norm_in_evaluation,
@@ -73,8 +75,10 @@ from verified_runs import (
     make_frozen,
     make_generator_and_critic,
     make_layers,
+    make_layers_in_list,
     make_layers_times_ranks,
     make_layers_with_buffer,
+    make_layers_with_temperature,
     make_layers_with_tiny_gradient,
     make_lbfgs,
     make_manual_step,
@@ -86,6 +90,7 @@ from verified_runs import (
     make_scaled_step,
     make_sgd,
     make_sgd_by_rank,
+    make_sgd_of_unregistered,
     make_sgd_times_ranks,
     make_sgd_with_decay_times_ranks,
     make_sized_loader,
@@ -163,6 +168,8 @@ class Run:
     ranks: int = 2
     # The relative difference from which on numbers differ.
     tolerance: float = 1e-8
+    # Whether both runs compute in float64, or in float32 as with `--single`.
+    is_double: bool = True
     # What the gradient is multiplied by, compared with that of one process; None if that is not compared.
     factor: float | None = None
     # Parts of the report, in their order.
@@ -349,11 +356,14 @@ DIFFERENT = {
         WEIGHTED_MEAN,
         steps=1,
         factor=0.875,
-        says=['with it `reduction="mean"` is right', "net.w is 1.75, but 2 on one process"],
+        says=[
+            'with it `reduction="mean"` is right',
+            "parameter `net.w`: gradient 1.75 here, 2 on one process (the element that differs most)",
+        ],
     ),
     "hand-compensated loss: times the ranks, dropout": Run(make_dropout, make_scaled_step(world_size)),
     "hand-compensated loss: a tiny gradient times the ranks": Run(
-        make_layers_with_tiny_gradient, says=["net.0.bias is "]
+        make_layers_with_tiny_gradient, says=["parameter `net.0.bias`: gradient "]
     ),
     "double division: a loss": Run(step=make_scaled_step(one_over_ranks)),
     "double division: a communication hook": Run(
@@ -374,6 +384,25 @@ DIFFERENT = {
     "initial weights": Run(make_layers_times_ranks),
     "unsynchronised replicas: a weight": Run(hooks={"on_train_batch_start": change_weight_of_rank_1}),
     "unsynchronised replicas: past the strategy": Run(step=make_manual_step(outside=True), is_manual=True),
+    "unregistered parameter: a temperature": Run(
+        make_layers_with_temperature,
+        loss_and_temperature,
+        optimizer=make_sgd_of_unregistered,
+        says=["parameter `net.temperature`: gradient ", "DDP does not know it", "nn.Parameter("],
+    ),
+    "unregistered parameter: layers in a list": Run(
+        make_layers_in_list,
+        make_step(call_with_list),
+        optimizer=make_sgd_of_unregistered,
+        says=["parameter `net.heads[0]."],
+    ),
+    "unregistered parameter: layers in a list, in float32": Run(
+        make_layers_in_list,
+        make_step(call_with_list),
+        optimizer=make_sgd_of_unregistered,
+        is_double=False,
+        tolerance=1e-4,
+    ),
     "unsynchronised replicas: rates": Run(optimizer=make_sgd_by_rank),
     "learning-rate scale": Run(optimizer=make_sgd_times_ranks),
     "optimizer options: weight decay": Run(optimizer=make_sgd_with_decay_times_ranks),
@@ -465,7 +494,7 @@ def record_ranks_run(name: str) -> record.Record:
     plugins = [*options["plugins"], environment]
     options = {**options, "plugins": plugins, "devices": environment.ranks_on_node}
     with mock.patch.object(record, "_MOST_SAMPLES", 200):  # so that a stream without an end has one soon
-        return record_run(record.Recorder(run.steps), run.strategy(), options, module, data)
+        return record_run(record.Recorder(run.steps, double=run.is_double), run.strategy(), options, module, data)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -475,7 +504,7 @@ def test_a_run_is_judged_right(world, name):
     records = world(run.ranks).run(record_ranks_run, name)
     with warnings.catch_warnings(), mock.patch.object(record, "_MOST_SAMPLES", 200):
         warnings.filterwarnings("ignore", category=UserWarning, module="lightning")  # advice for a longer run
-        report = judge(records, run.build, run.tolerance)
+        report = judge(records, run.build, run.tolerance, run.is_double)
     text = str(report)
     cause = report.first.cause if report.first is not None else ""
     assert (run.verdict, run.cause) == (report.verdict, cause), text

@@ -130,6 +130,20 @@ def make_layers_with_buffer() -> nn.Module:
     return make_layers(change=lambda net: net.register_buffer("seen", torch.zeros(())))
 
 
+def make_layers_with_temperature() -> nn.Module:
+    """Return layers with a plain tensor, which is no parameter."""
+    net = make_layers()
+    net.temperature = torch.ones((), requires_grad=True)
+    return net
+
+
+def make_layers_in_list() -> nn.Module:
+    """Return layers with a Python list of layers, whose parameters are none of the module."""
+    net = make_layers()
+    net.heads = [nn.Linear(3, 3)]
+    return net
+
+
 # Training steps. Functions that are called `make_...` return one.
 
 
@@ -366,7 +380,27 @@ def mean_loss_of_first_loader(module: Any, batch: Any) -> Tensor:
     return mean_loss(module, batch["one"])
 
 
+def loss_and_temperature(module: Any, batch: Any) -> Tensor:
+    """Return a loss whose gradient with respect to the temperature is a loss, as in SAC. No other depends on it."""
+    loss = mean_loss(module, batch)
+    return loss + module.net.temperature * loss.detach()
+
+
+def call_with_list(net: Any, x: Tensor) -> Tensor:
+    return net.heads[0](net(x))
+
+
 # Optimizers.
+
+
+def make_sgd_of_unregistered(module: Any) -> Any:
+    """Return an optimizer that also holds what the module does not register."""
+    parameters = list(module.parameters())
+    if hasattr(module.net, "temperature"):
+        parameters.append(module.net.temperature)
+    for layer in getattr(module.net, "heads", []):
+        parameters += layer.parameters()
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def make_sgd(module: Any, **options: Any) -> Any:

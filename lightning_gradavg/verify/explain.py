@@ -53,7 +53,7 @@ from torch import Tensor
 from lightning_gradavg.reduction.global_mean import SCOPE
 from lightning_gradavg.rules import RULES
 from lightning_gradavg.verify.record import MicroBatch, Reading, Record, Refused, SampleId
-from lightning_gradavg.verify.report import CAUSES, Finding, Report
+from lightning_gradavg.verify.report import CAUSES, Finding, Report, value_in_words
 from lightning_gradavg.verify.twin import (
     Build,
     Seen,
@@ -292,10 +292,14 @@ class _Judge:
                         continue  # each rank may have its own: DDP broadcasts those of rank 0 before the next forward
                     difference = seen.difference
                     detail = (
-                        f"{difference.name} is {difference.found:.6g} on rank {record.rank}, but"
+                        f"{value_in_words(seen.stage, difference.name)} {difference.found:.6g} on rank {record.rank},"
                         f" {difference.expected:.6g} on rank 0"
                     )
-                    findings.append(Finding("unsynchronised replicas", seen.stage, detail, seen.step))
+                    cause = "unsynchronised replicas"
+                    if seen.names.issubset(record.unregistered):
+                        cause = "unregistered parameter"
+                        detail += ". The optimizer holds it, but the module does not register it: DDP does not know it"
+                    findings.append(Finding(cause, seen.stage, detail, seen.step))
         return findings
 
     def _first_logged_difference(self, alone: Record, compared_steps: int) -> Finding | None:

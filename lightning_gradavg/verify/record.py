@@ -34,7 +34,7 @@ from lightning_gradavg._lightning.internals import BatchNorm, fetched_here
 from lightning_gradavg._lightning.loaders import user_loader
 from lightning_gradavg._lightning.options import StrategyFacts
 from lightning_gradavg._support.random_state import random_state, restore_random_state, same_random_state, seeded
-from lightning_gradavg._support.tree import batch_samples, bits
+from lightning_gradavg._support.tree import batch_samples, bits, leaves
 from lightning_gradavg.batches.chunks import PartCollator
 from lightning_gradavg.rules import RULES, Rule
 from lightning_gradavg.verify.draws import Draw, Draws
@@ -231,6 +231,7 @@ class Record:
         scopes: Names of the profiler scopes that were entered.
         reading: What one epoch reads, if it was asked for.
         batch_norms: Names of layers whose statistics are those of one rank.
+        unregistered: Names of tensors that an optimizer holds and the module does not register.
         problem: Why the run cannot be compared; "" if it can.
     """
 
@@ -242,6 +243,7 @@ class Record:
     scopes: set[str] = field(default_factory=set)
     reading: Reading = field(default_factory=Reading)
     batch_norms: list[str] = field(default_factory=list)
+    unregistered: list[str] = field(default_factory=list)
     problem: str = ""
 
 
@@ -545,7 +547,14 @@ class Recorder(Callback):
             config.strict = False  # nothing is validated, and ReduceLROnPlateau may monitor a validation metric
         self.record.rank = trainer.global_rank
         self.record.facts = _facts_of(trainer)
-        self._take_snapshot("initial weights", pl_module.named_parameters())
+        unregistered = _unregistered_tensors(pl_module, trainer.optimizers)
+        self.record.unregistered = list(unregistered)
+        if self.mode.double:
+            # `DoublePrecision` calls `module.double()`, which does not reach these. As in `nn.Module._apply`, a tensor
+            # stays the object that the optimizer holds.
+            for tensor in unregistered.values():
+                tensor.data = tensor.data.double()
+        self._take_snapshot("initial weights", self._weights())
         for name, layer in pl_module.named_modules():
             if _has_statistics_of_one_rank(layer):
                 self.record.batch_norms.append(name)
@@ -634,13 +643,22 @@ class Recorder(Callback):
         self._take_snapshot("reduced gradient", self._gradients(optimizer))
 
     def _gradients(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield the gradients of an optimizer's parameters by their names in the module."""
+        """Yield the gradients of an optimizer's tensors by their names."""
         ids: set[int] = set()
         for group in optimizer.param_groups:
             ids.update(id(parameter) for parameter in group["params"])
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self._weights():
             if id(parameter) in ids:
                 yield name, parameter.grad
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the module's parameters, and what its optimizers train beside them.
+
+        A tensor that the module does not register trains like any other, and DDP does not reduce its gradient
+        (`test_ranks_verify.py`, "unregistered parameter").
+        """
+        yield from self.module.named_parameters()
+        yield from _unregistered_tensors(self.module, self.trainer.optimizers).items()
 
     def _after_optimizer_step(self, optimizer: Optimizer, *_: object) -> None:
         """Note what the optimizer stepped on. PyTorch calls it after each `step`."""
@@ -659,7 +677,7 @@ class Recorder(Callback):
         """
         if not any(snapshot.stage == "optimizer options" for snapshot in self._snapshots):
             return  # no optimizer took a step
-        self._take_snapshot("weights", self.module.named_parameters())
+        self._take_snapshot("weights", self._weights())
         self._take_snapshot("buffers", self._compared_buffers())
         self.record.steps.append(Step(self._epoch, self._window, self._snapshots, self._logged_values()))
         self._window, self._snapshots = [], []
@@ -747,6 +765,40 @@ def _has_statistics_of_one_rank(layer: nn.Module) -> bool:
     if not isinstance(layer, BatchNorm) or isinstance(layer, nn.SyncBatchNorm):
         return False
     return layer.training or not layer.track_running_stats
+
+
+def _unregistered_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """Return the tensors that optimizers hold and the module does not register, by the attributes that hold them."""
+    registered = {id(parameter) for parameter in module.parameters()}
+    unregistered: dict[int, Tensor] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                if id(tensor) not in registered:
+                    unregistered[id(tensor)] = tensor
+    if not unregistered:
+        return {}
+    names = _names_of_attributes(module)
+    named = {}
+    for position, (key, tensor) in enumerate(unregistered.items()):
+        # What no attribute holds, such as a tensor of a callback, has its place as a name.
+        named[names.get(key, f"unregistered tensor {position} of the optimizers")] = tensor
+    return named
+
+
+def _names_of_attributes(module: nn.Module) -> dict[int, str]:
+    """Return the path of every tensor that an attribute of a module holds, also in lists, dicts and their layers."""
+    names: dict[int, str] = {}
+    for module_name, layer in module.named_modules():
+        for attribute, value in vars(layer).items():
+            path = f"{module_name}.{attribute}".removeprefix(".")
+            for place, leaf in leaves(value, path):
+                if isinstance(leaf, Tensor):
+                    names.setdefault(id(leaf), place)
+                elif isinstance(leaf, nn.Module):
+                    for name, parameter in leaf.named_parameters():
+                        names.setdefault(id(parameter), f"{place}.{name}")
+    return names
 
 
 def _options(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

@@ -22,7 +22,18 @@ import yaml
 
 from lightning_gradavg._support.tree import mapped
 
-__all__ = ["CAUSES", "EXIT_CODES", "STAGES", "Cause", "Difference", "Finding", "Remedy", "Report", "explanation"]
+__all__ = [
+    "CAUSES",
+    "EXIT_CODES",
+    "STAGES",
+    "Cause",
+    "Difference",
+    "Finding",
+    "Remedy",
+    "Report",
+    "explanation",
+    "value_in_words",
+]
 
 SCHEMA = 3
 """Version of the JSON output; raised when a field changes its name or its meaning, not when one is added."""
@@ -44,6 +55,25 @@ STAGES = (
 
 _BESIDE_TRAINING = ("samples", "logged values")
 """Stages of which all steps are compared. A difference in any other ends the comparison of training."""
+
+
+_STAGES_OF_TENSORS = ("initial weights", "reduced gradient", "clipped gradient", "weights", "buffers")
+"""Stages whose differences are those of one element of a tensor."""
+
+
+def value_in_words(stage: str, name: str) -> str:
+    """Return what a number at a stage is, as in "parameter `net.weight`: gradient"; the number follows."""
+    if stage == "initial weights":
+        return f"parameter `{name}`: initial value"
+    if stage in ("reduced gradient", "clipped gradient"):
+        return f"parameter `{name}`: {stage.replace('reduced ', '')}"
+    if stage == "weights":
+        return f"parameter `{name}`: change in this step"
+    if stage == "buffers":
+        return f"buffer `{name}`:"
+    if stage == "optimizer options":
+        return f"option `{name}` of the optimizer:"
+    return f"`{name}`:"
 
 
 class Remedy(NamedTuple):
@@ -162,7 +192,13 @@ class Finding:
         difference = self.difference
         # Numbers say nothing where they are NaN, as for tensors of different sizes.
         if difference is not None and math.isfinite(difference.found) and math.isfinite(difference.expected):
-            lines.append(f"{difference.name} is {difference.found:.6g}, but {difference.expected:.6g} on one process")
+            where = ""
+            if self.stage in _STAGES_OF_TENSORS:
+                where = " (the element that differs most)"
+            lines.append(
+                f"{value_in_words(self.stage, difference.name)} {difference.found:.6g} here,"
+                f" {difference.expected:.6g} on one process{where}"
+            )
         if not self.note:
             lines.append(f"Do: {self.advice}.")
             lines.append(textwrap.indent(self.diff, "  "))
