@@ -205,9 +205,16 @@ class Finding:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
+_NOT_COVERED = (
+    "Not covered: a seed that all ranks share (here every sample draws its own numbers), a number of steps that you"
+    " compute by hand, and later steps."
+)
+"""What a run of the same verdict may still get wrong."""
+
+
+@dataclass(frozen=True, repr=False)
 class Report:
-    """The result of a comparison; `str()` of it is what the command prints.
+    """The result of a comparison; `str()` of it is what the command prints. It is true if the verdict is "equal".
 
     Attributes:
         strategy: The strategy of the run.
@@ -218,6 +225,7 @@ class Report:
         findings: The causes, that of the first difference first.
         remarks: What could not be compared, and why; and what is known of steps beyond those compared.
         precision: What both runs computed in.
+        baseline: Which run on one process this is, and how to reproduce another one.
     """
 
     strategy: str
@@ -228,6 +236,19 @@ class Report:
     findings: Sequence[Finding] = ()
     remarks: Sequence[str] = ()
     precision: str = "float64"
+    baseline: str = ""
+
+    def __bool__(self) -> bool:
+        """Return whether the verdict is "equal", so that a test may `assert verify(Net, data)`."""
+        return self.equal
+
+    def __repr__(self) -> str:
+        """Return the first line and the first finding, which pytest shows if the assertion fails."""
+        lines = [self._headline()]
+        if self.first is not None:
+            lines.append(self.first.detail)
+        lines += self.remarks
+        return f"<Report: {' '.join(lines)}>"
 
     @property
     def verdict(self) -> str:
@@ -323,10 +344,17 @@ class Report:
             body.append(f"{stage:18} {status:13} {where}".rstrip())
         footer = (
             f"{self.strategy}, reduction {self.reduction!r}, ranks: {self.world_size}, optimizer steps: {self.steps},"
-            f" both runs in {self.precision}. Equal: a relative difference of up to {self.tolerance:g}."
+            f" both runs in {self.precision}; values count as equal if their relative difference is at most"
+            f" {self.tolerance:g}."
         )
-        indented = [textwrap.indent(text, "  ") for text in body]
-        return "\n".join([self._headline(), *indented, "", footer])
+        lines = [self._headline()]
+        lines += [textwrap.indent(text, "  ") for text in body]
+        lines += ["", footer]
+        if self.baseline:
+            lines.append(self.baseline)
+        if self.equal:
+            lines.append(_NOT_COVERED)
+        return "\n".join(lines)
 
     def _headline(self) -> str:
         first = self.first
