@@ -204,7 +204,7 @@ def test_the_json_of_verify():
     read = Report("", "", 2, 1, 1e-8, [finding]).as_dict()
     assert 3 == SCHEMA == read["schema"]
     assert words(
-        "schema equal verdict stages strategy reduction world_size steps tolerance findings remarks precision"
+        "schema equal verdict stages strategy reduction world_size steps tolerance findings remarks precision baseline"
     ) == list(read)
     assert "differs" == read["stages"]["reduced gradient"]
     assert words("cause stage detail step difference advice diff note") == list(read["findings"][0])

@@ -43,13 +43,17 @@ from verified_runs import (
     call_reentrant,
     call_with_draw_of_batch,
     call_with_draw_of_python,
+    call_with_list,
     change_weight_of_rank_1,
+    clamped_mean,
     clip_norm,
     collate_in_random_order,
     compensate_by_hand,
+    contrast_on_rank,
     count_one,
     count_samples_in_buffer,
     count_without_class_0,
+    divide_by_count_of_all_ranks,
     drop_word_by_word,
     global_means,
     hundredth_of_ranks,
@@ -58,12 +62,15 @@ from verified_runs import (
     load_batches_without_collating,
     load_case_7,
     load_case_42,
+    load_cut_by_hand,
     load_other_samples_by_ranks,
     load_samples_with_function,
     load_sharded_by_hand,
     load_texts,
     load_two,
+    log_rising_on_rank_0,
     log_sum_over_ranks,
+    loss_and_temperature,
     make_adams,
     make_batch_norm,
     make_batch_norm_in_evaluation,
@@ -73,8 +80,10 @@ from verified_runs import (
     make_frozen,
     make_generator_and_critic,
     make_layers,
+    make_layers_in_list,
     make_layers_times_ranks,
     make_layers_with_buffer,
+    make_layers_with_temperature,
     make_layers_with_tiny_gradient,
     make_lbfgs,
     make_manual_step,
@@ -86,6 +95,9 @@ from verified_runs import (
     make_scaled_step,
     make_sgd,
     make_sgd_by_rank,
+    make_sgd_of_unregistered,
+    make_sgd_on_plateau,
+    make_sgd_on_validation_plateau,
     make_sgd_times_ranks,
     make_sgd_with_decay_times_ranks,
     make_sized_loader,
@@ -98,7 +110,9 @@ from verified_runs import (
     mean_loss_of_first_loader,
     mean_loss_of_graphs,
     mean_loss_of_weighted_classes,
+    mean_loss_with_state,
     mean_loss_without_class_0,
+    mean_of_hardest,
     mean_over_texts,
     mean_product,
     one_over_ranks,
@@ -135,6 +149,8 @@ UNEVEN = make_sized_loader((6, 4), (2, 2))
 UNEVEN_LATER = make_sized_loader((4, 6), (4, 2))
 THREE_BATCHES = make_sized_loader((4, 4, 4), (4, 4, 4))
 
+FOUR_BATCHES = make_sized_loader((4, 4, 4, 4), (4, 4, 4, 4))
+
 WEIGHTED_MEAN = ours(reduction="weighted_mean")
 SUM = ours(reduction="sum")
 SPLIT = ours(split_batches=True)
@@ -163,6 +179,8 @@ class Run:
     ranks: int = 2
     # The relative difference from which on numbers differ.
     tolerance: float = 1e-8
+    # Whether both runs compute in float64, or in float32 as with `--single`.
+    is_double: bool = True
     # What the gradient is multiplied by, compared with that of one process; None if that is not compared.
     factor: float | None = None
     # Parts of the report, in their order.
@@ -281,10 +299,11 @@ EQUAL = {
         lambda: nn.Linear(1, 3),
         square_of_batch,
         load_augmented,
-        says=["samples of the step are those of one process there"],
+        says=["samples are also in the matching one-process step"],
     ),
     "a stream, every W-th for each": Run(loader=make_stream_loader("every W-th"), strategy=WEIGHTED_MEAN, steps=4),
     "a stream, uneven parts for each": Run(loader=make_stream_loader("uneven parts"), strategy=WEIGHTED_MEAN, steps=4),
+    "a data set cut by hand": Run(loader=load_cut_by_hand),
     "a sampler of your own": Run(loader=make_plain_loader(make_sampler=make_sampler_in_turn)),
     # Forwards of other kinds.
     **{f"contrastive, gathered by {way}": make_sampled_run(step=make_contrastive_step(way)) for way in GATHERS},
@@ -299,14 +318,27 @@ DIFFERENT = {
     # Data.
     "duplicated stream": Run(loader=make_stream_loader("all")),
     "duplicated stream: without an end": Run(loader=make_stream_loader("all", cycle)),
-    "padding": make_sampled_run(loader=make_plain_loader(15)),
+    "padding": make_sampled_run(
+        loader=make_plain_loader(15),
+        says=[
+            "as one batch, 8 in step 0. To reproduce one process with `batch_size` 4, use ",
+            'GradAvgStrategy(equivalent_to="single_device").',
+        ],
+    ),
     "unread samples: sharded by hand and by the sampler": make_sampled_run(loader=load_sharded_by_hand),
     "data order: ranks that read backwards": Run(loader=load_backwards),
     # Layers and losses that a split of the batch changes.
     "batch norm: case 42": Run(lambda: nn.BatchNorm1d(1), mean_product, load_case_42, steps=1),
     "batch norm: windows": Run(make_batch_norm, loader=THREE_BATCHES, strategy=GradAvgStrategy, window=3, steps=1),
     "batch norm: in evaluation, without running statistics": Run(make_batch_norm_in_evaluation),
-    "non-decomposable loss": Run(step=spread_of_batch),
+    "non-decomposable loss: a variance": Run(
+        step=spread_of_batch, says=["training_step has var", "Do: if it normalizes by mean and variance"]
+    ),
+    "non-decomposable loss: the hardest samples": Run(
+        step=mean_of_hardest, says=["training_step has a choice of samples", "Do: choose the samples among"]
+    ),
+    "non-decomposable loss: a clamped mean": Run(step=clamped_mean, says=["Do: if it clamps a mean"]),
+    "contrastive loss": Run(step=contrast_on_rank, says=["+    return contrast(rows, gather(rows))"]),
     **{f"detached gather: {way}": make_sampled_run(step=make_contrastive_step(way)) for way in DETACHED},
     # Means and sums.
     "weighed global mean": Run(step=global_means, loader=UNEVEN, strategy=WEIGHTED_MEAN),
@@ -349,11 +381,14 @@ DIFFERENT = {
         WEIGHTED_MEAN,
         steps=1,
         factor=0.875,
-        says=['with it `reduction="mean"` is right', "net.w is 1.75, but 2 on one process"],
+        says=[
+            'with it `reduction="mean"` is right',
+            "parameter `net.w`: gradient 1.75 here, 2 on one process (the element that differs most)",
+        ],
     ),
     "hand-compensated loss: times the ranks, dropout": Run(make_dropout, make_scaled_step(world_size)),
     "hand-compensated loss: a tiny gradient times the ranks": Run(
-        make_layers_with_tiny_gradient, says=["net.0.bias is "]
+        make_layers_with_tiny_gradient, says=["parameter `net.0.bias`: gradient "]
     ),
     "double division: a loss": Run(step=make_scaled_step(one_over_ranks)),
     "double division: a communication hook": Run(
@@ -366,6 +401,12 @@ DIFFERENT = {
         is_manual=True,
         says=["the gradient is 2 x that of one process"],
     ),
+    "global normaliser": Run(
+        step=divide_by_count_of_all_ranks, loader=UNEVEN, factor=0.5, says=["Do: use lightning_gradavg.global_mean"]
+    ),
+    "unexplained: a state of each rank that hardly differs": Run(
+        step=mean_loss_with_state, says=["what the ranks keep for themselves"]
+    ),
     "unexplained: times 1.004": Run(
         strategy=with_hook(make_communication_hook(lambda bucket: bucket * 1.004)),
         trainer={"precision": "bf16-mixed"},
@@ -374,7 +415,29 @@ DIFFERENT = {
     "initial weights": Run(make_layers_times_ranks),
     "unsynchronised replicas: a weight": Run(hooks={"on_train_batch_start": change_weight_of_rank_1}),
     "unsynchronised replicas: past the strategy": Run(step=make_manual_step(outside=True), is_manual=True),
+    "unregistered parameter: a temperature": Run(
+        make_layers_with_temperature,
+        loss_and_temperature,
+        optimizer=make_sgd_of_unregistered,
+        says=["parameter `net.temperature`: gradient ", "DDP does not know it", "nn.Parameter("],
+    ),
+    "unregistered parameter: layers in a list": Run(
+        make_layers_in_list,
+        make_step(call_with_list),
+        optimizer=make_sgd_of_unregistered,
+        says=["parameter `net.heads[0]."],
+    ),
+    "unregistered parameter: layers in a list, in float32": Run(
+        make_layers_in_list,
+        make_step(call_with_list),
+        optimizer=make_sgd_of_unregistered,
+        is_double=False,
+        tolerance=1e-4,
+    ),
     "unsynchronised replicas: rates": Run(optimizer=make_sgd_by_rank),
+    "unsynchronised schedule": Run(
+        step=log_rising_on_rank_0, optimizer=make_sgd_on_plateau, steps=4, loader=FOUR_BATCHES, says=["sync_dist=True"]
+    ),
     "learning-rate scale": Run(optimizer=make_sgd_times_ranks),
     "optimizer options: weight decay": Run(optimizer=make_sgd_with_decay_times_ranks),
     "weights beside the gradient: an average": Run(make_frozen, hooks={"on_train_batch_end": average_weights_by_ranks}),
@@ -404,6 +467,8 @@ NOT_SHOWN = {
         make_words, drop_word_by_word, load_texts
     ),
     "transformed at random": Run(loader=load_other_samples_by_ranks),
+    # Schedulers.
+    "ReduceLROnPlateau on 'validation_loss' was skipped": Run(optimizer=make_sgd_on_validation_plateau),
     # Steps.
     "verify with --single, in float32": Run(step=make_step(call_quantized)),
     "one process takes fewer steps than the run": Run(hooks={"on_train_batch_end": stop_in_one_process}),
@@ -454,6 +519,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_gather is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:c10d.*an autograd kernel was not registered:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning"),
+    pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric:RuntimeWarning"),
 ]
 
 
@@ -465,7 +531,7 @@ def record_ranks_run(name: str) -> record.Record:
     plugins = [*options["plugins"], environment]
     options = {**options, "plugins": plugins, "devices": environment.ranks_on_node}
     with mock.patch.object(record, "_MOST_SAMPLES", 200):  # so that a stream without an end has one soon
-        return record_run(record.Recorder(run.steps), run.strategy(), options, module, data)
+        return record_run(record.Recorder(run.steps, double=run.is_double), run.strategy(), options, module, data)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -475,7 +541,7 @@ def test_a_run_is_judged_right(world, name):
     records = world(run.ranks).run(record_ranks_run, name)
     with warnings.catch_warnings(), mock.patch.object(record, "_MOST_SAMPLES", 200):
         warnings.filterwarnings("ignore", category=UserWarning, module="lightning")  # advice for a longer run
-        report = judge(records, run.build, run.tolerance)
+        report = judge(records, run.build, run.tolerance, run.is_double)
     text = str(report)
     cause = report.first.cause if report.first is not None else ""
     assert (run.verdict, run.cause) == (report.verdict, cause), text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
@@ -179,7 +180,9 @@ NOTE, DEFECT = Finding("data order", "samples", "x", note=True), Finding("sum lo
 def test_a_report_has_a_verdict_and_says_what_was_compared(shown, verdict, head, statuses):
     """Notes make no difference, a remark is not shown, and behind a first step that differs nothing is compared."""
     assert (verdict, statuses) == (shown.verdict, list(shown.stages.values()))
-    assert shown.equal == (verdict == "equal")
+    assert shown.equal == bool(shown) == (verdict == "equal")
+    assert ("Not covered: " in str(shown)) == shown.equal
+    assert head in repr(shown)
     assert str(shown).startswith(head)
     read = json.loads(json.dumps(shown.as_dict(), allow_nan=False))  # which has no infinity
     gone = {"name": "w", "relative": None, "found": None, "expected": 1.0, "factor": 2.0}
@@ -237,6 +240,25 @@ def test_wrong_usage_is_one_line(arguments, message, capsys):
     assert 1 == error.count("\n")
     assert error.startswith("gradavg verify: error: ")
     assert re.search(message, error)
+
+
+def test_the_first_line_says_which_strategy_is_assumed(monkeypatch, capsys, tmp_path):
+    """A script's Trainer is not read. A script that names a strategy of this package needs no diff that adds one."""
+    finding = replace(DEFECT, diff="+trainer = Trainer(strategy=GradAvgStrategy(...))")
+    command = importlib.import_module("lightning_gradavg.cli.verify")
+    monkeypatch.setattr(command, "verify_target", lambda *_: report(finding))
+    (tmp_path / "stock.py").touch()
+    (tmp_path / "ours.py").write_text("GradAvgStrategy()")
+    printed = {}
+    for name, arguments in {"stock": [], "ours": [], "told": ["--strategy", "gradavg"]}.items():
+        script = tmp_path / "ours.py" if name == "told" else tmp_path / f"{name}.py"
+        assert 1 == main(["verify", f"{script}:Net", *arguments])
+        printed[name] = capsys.readouterr().out
+    assert printed["stock"].startswith("This verifies the strategy ddp: --strategy is not given")
+    assert printed["ours"].startswith("This verifies the strategy ddp")
+    assert "verify it with --strategy" in printed["ours"].splitlines()[0]
+    assert printed["told"].startswith("DIFFERENT")
+    assert ["+trainer" in text for text in printed.values()] == [True, False, True]
 
 
 def init(**given):

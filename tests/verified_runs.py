@@ -130,6 +130,20 @@ def make_layers_with_buffer() -> nn.Module:
     return make_layers(change=lambda net: net.register_buffer("seen", torch.zeros(())))
 
 
+def make_layers_with_temperature() -> nn.Module:
+    """Return layers with a plain tensor, which is no parameter."""
+    net = make_layers()
+    net.temperature = torch.ones((), requires_grad=True)
+    return net
+
+
+def make_layers_in_list() -> nn.Module:
+    """Return layers with a Python list of layers, whose parameters are none of the module."""
+    net = make_layers()
+    vars(net)["heads"] = [nn.Linear(3, 3)]
+    return net
+
+
 # Training steps. Functions that are called `make_...` return one.
 
 
@@ -366,7 +380,74 @@ def mean_loss_of_first_loader(module: Any, batch: Any) -> Tensor:
     return mean_loss(module, batch["one"])
 
 
+def loss_and_temperature(module: Any, batch: Any) -> Tensor:
+    """Return a loss whose gradient with respect to the temperature is a loss, as in SAC. No other depends on it."""
+    loss = mean_loss(module, batch)
+    return loss + module.net.temperature * loss.detach()
+
+
+def call_with_list(net: Any, x: Tensor) -> Tensor:
+    return net.heads[0](net(x))
+
+
+def divide_by_count_of_all_ranks(module: Any, batch: Any) -> Tensor:
+    """Divide by the samples of all ranks, as if the gradients were added up."""
+    count = torch.tensor(float(len(batch[0])))
+    dist.all_reduce(count)
+    return sum_loss(module, batch) / count
+
+
+def mean_of_hardest(module: Any, batch: Any) -> Tensor:
+    return make_step(reduction="none")(module, batch).topk(2).values.mean()
+
+
+def clamped_mean(module: Any, batch: Any) -> Tensor:
+    return mean_loss(module, batch).square().clamp(min=0.1)
+
+
+def contrast_on_rank(module: Any, batch: Any) -> Tensor:
+    rows = module.net(batch[0])
+    return cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+
+
+def mean_loss_with_state(module: Any, batch: Any) -> Tensor:
+    """Multiply the loss by a number that is next to 1, and that each rank changes by its own loss."""
+    loss = mean_loss(module, batch)
+    factor = vars(module).setdefault("own_factor", torch.ones(()))
+    vars(module)["own_factor"] = factor.double() + 1e-6 * loss.detach()
+    return factor * loss
+
+
+def log_rising_on_rank_0(module: Any, batch: Any) -> Tensor:
+    """Log a value that rises on rank 0 and falls on the others, without `sync_dist`."""
+    module.log("seen", float(module.batch_idx * (1 - 2 * rank())))
+    return mean_loss(module, batch)
+
+
 # Optimizers.
+
+
+def make_sgd_on_plateau(module: Any, interval: str = "step", monitor: str = "seen") -> Any:
+    optimizer = make_sgd(module)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    return {
+        "optimizer": optimizer,
+        "lr_scheduler": {"scheduler": scheduler, "interval": interval, "monitor": monitor},
+    }
+
+
+def make_sgd_on_validation_plateau(module: Any) -> Any:
+    return make_sgd_on_plateau(module, "epoch", "validation_loss")
+
+
+def make_sgd_of_unregistered(module: Any) -> Any:
+    """Return an optimizer that also holds what the module does not register."""
+    parameters = list(module.parameters())
+    if hasattr(module.net, "temperature"):
+        parameters.append(module.net.temperature)
+    for layer in getattr(module.net, "heads", []):
+        parameters += layer.parameters()
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def make_sgd(module: Any, **options: Any) -> Any:
@@ -628,6 +709,13 @@ def load_sharded_by_hand() -> DataLoader[Any]:
     """Return a loader of the samples that the user's code chose for this rank."""
     rows = Subset(TensorDataset(*make_samples(64)), range(rank(), 64, world_size()))
     return DataLoader(rows, batch_size=4, shuffle=True)
+
+
+def load_cut_by_hand() -> DataLoader[Any]:
+    """Return a loader of a data set that the user's code cut by rank."""
+    inputs, classes = make_samples(32)
+    own = slice(rank(), None, world_size())
+    return DataLoader(TensorDataset(inputs[own], classes[own]), batch_size=4)
 
 
 # Strategies: functions that make one.

@@ -6,21 +6,22 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_gradavg.cli import OneLineParser
 from lightning_gradavg.cli.lightning import read_config, read_names
-from lightning_gradavg.verify.report import CAUSES, EXIT_CODES, explanation
+from lightning_gradavg.verify.report import CAUSES, EXIT_CODES, Report, explanation
 from lightning_gradavg.verify.run import Settings, Target, UserRun, resolve_strategy, verify_target
 
 __all__ = ["main"]
 
 DESCRIPTION = (
     "Trains a few optimizer steps on several processes, then on one with the same samples, both in float64, and"
-    " compares the two until they differ. Exit code 0: equal; 1: different; 2: wrong usage, or the run failed; 3: not"
-    " shown, because not everything could be compared."
+    " compares the two until they differ. Exit code 0: equal; 1: different; 2: wrong usage, or the run failed; 3:"
+    " inconclusive; some values could not be compared."
 )
 
 
@@ -93,6 +94,28 @@ def _assignment(text: str) -> tuple[str, Any]:
         return name, value  # a plain string
 
 
+def _strategy_is_assumed(args: argparse.Namespace) -> bool:
+    """Return whether nothing says which strategy to verify; a config may, and its Trainer has a default."""
+    return not args.config and not args.strategy and "strategy" not in dict(args.trainer)
+
+
+def _names_a_gradavg_strategy(module: str) -> bool:
+    """Return whether the script of `file.py:Name` names a strategy of this package, which verify does not read."""
+    file = Path(module.rpartition(":")[0])
+    return file.suffix == ".py" and file.is_file() and "GradAvgStrategy" in file.read_text("utf-8")
+
+
+def _without_strategy_diffs(report: Report) -> Report:
+    """Return a report without the changes that add a strategy, for a script that has one."""
+    findings = []
+    for finding in report.findings:
+        if "GradAvgStrategy" in finding.diff:
+            findings.append(replace(finding, diff=""))
+        else:
+            findings.append(finding)
+    return replace(report, findings=findings)
+
+
 def _target(args: argparse.Namespace, further: Sequence[str]) -> Target:
     """Return what is to be verified, or raise a ValueError about arguments that are wrong or contradict each other."""
     module = args.model or args.module
@@ -136,8 +159,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001  # no failure may look like a verdict
         print(f"gradavg verify: error: {error}", file=sys.stderr)
         return 2
+    first_line = ""
+    if _strategy_is_assumed(args):
+        first_line = "This verifies the strategy ddp: --strategy is not given, and verify does not read your Trainer."
+        if _names_a_gradavg_strategy(args.model or args.module):
+            first_line += " The script names a GradAvgStrategy: verify it with --strategy."
+            report = _without_strategy_diffs(report)
     if args.json:
         print(json.dumps(report.as_dict(), indent=2))
-    else:
-        print(report)
+        return EXIT_CODES[report.verdict]
+    if first_line:
+        print(first_line)
+    print(report)
     return EXIT_CODES[report.verdict]

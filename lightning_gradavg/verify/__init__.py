@@ -45,8 +45,8 @@ def verify(
         **trainer_options: Further options of the Trainer.
 
     Returns:
-        The report; `print` shows what the command prints. `report.verdict` is "equal", "different" or "not shown", and
-        `report.first` is the first cause.
+        The report, which is true if the runs are equal; `print` shows what the command prints. `report.verdict` is
+        "equal", "different" or "not shown", and `report.first` is the first cause.
 
     Raises:
         ValueError: If an option is out of range.

@@ -17,7 +17,15 @@ from torch import Tensor
 from lightning_gradavg._lightning.internals import TorchDispatchMode, writes_in_place
 from lightning_gradavg._support.tree import leaves, mapped
 
-__all__ = ["Draw", "Draws"]
+__all__ = ["ROW_PRODUCT", "SAMPLE_CHOICE", "Draw", "Draws"]
+
+ROW_PRODUCT = "a product of rows"
+"""In `Draws.step_operators`: a product of the batch's rows with each other, as a contrastive loss has."""
+
+SAMPLE_CHOICE = "a choice of samples"
+"""There, too: the samples were sorted, or the largest of them taken."""
+
+_CHOICES = ("aten.topk", "aten.sort", "aten.kthvalue")
 
 _LOW_TYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -186,6 +194,9 @@ class Draws(TorchDispatchMode):
         trace: The draws of the running batch.
         collectives: Names of the collective operations that ran.
         scopes: Names of the scopes of `torch.profiler.record_function` that were entered.
+        is_in_step: Whether `training_step` runs.
+        weight_storages: Addresses of the weights, whose products with a batch compare no samples.
+        step_operators: Names of the operators that ran in it, and what they did beside: `ROW_PRODUCT`, `SAMPLE_CHOICE`.
     """
 
     def __init__(self, *, double: bool) -> None:
@@ -199,6 +210,9 @@ class Draws(TorchDispatchMode):
         self.trace: list[Draw] = []
         self.collectives: set[str] = set()
         self.scopes: set[str] = set()
+        self.is_in_step = False
+        self.weight_storages: set[int] = set()
+        self.step_operators: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator."""
@@ -206,6 +220,8 @@ class Draws(TorchDispatchMode):
         if self.paused:
             return func(*args, **kwargs)
         self.last_operator = str(func)
+        if self.is_in_step:
+            self._note_operator(func, args)
         if func.namespace == "c10d":
             self.collectives.add(func.name().removeprefix("c10d::").strip("_"))
         elif func.namespace == "profiler":
@@ -217,6 +233,21 @@ class Draws(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             return self._draw(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _note_operator(self, func: Any, args: Sequence[Any]) -> None:
+        """Note an operator of `training_step`, which says what a loss may do with several samples."""
+        name = str(func.overloadpacket)
+        self.step_operators.add(name)
+        samples = len(self.sample_keys)
+        if name in _CHOICES and args[0].ndim == 1 and samples > 1 and len(args[0]) % samples == 0:
+            self.step_operators.add(SAMPLE_CHOICE)
+        if name == "aten.mm":
+            rows = args[0].shape[0]
+            is_square = rows > 1 and rows % samples == 0 and args[1].shape[1] == rows
+            # A linear layer without bias has such a product, too, if it has as many outputs as the batch has rows.
+            is_layer = args[1].untyped_storage().data_ptr() in self.weight_storages
+            if is_square and not is_layer:
+                self.step_operators.add(ROW_PRODUCT)
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator that may draw, and return its result with each sample's own numbers.

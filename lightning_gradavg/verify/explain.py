@@ -14,6 +14,7 @@ These are the cases of a reduced gradient that differs from `F`. The first that 
 | one process computes another gradient of the same samples in reversed order | not shown |
 | the loss uses `global_mean`, and the run does not take the plain mean | weighed global mean |
 | **`F` is a combination of `P`, and the ranks' losses are those of one process** (`_of_combination`, `_of_change`) | |
+| `G` is next to `F` | unexplained |
 | `F` is the sum of `P`, the rule is no sum, and `G` is a multiple of a combination | sum loss |
 | `G` is the mean | mean of means |
 | `G` is another combination | counts |
@@ -26,6 +27,7 @@ These are the cases of a reduced gradient that differs from `F`. The first that 
 | any other | unexplained |
 | **`F` is a combination of `P`, and the ranks' losses are others** (`_of_losses`) | |
 | each is that of one process over the number of ranks | double division |
+| with their factors as shares, the mean of `P` is `G` and `F` over the number of ranks | global normaliser |
 | with their factors as shares, the mean of `P` is `F` | hand-compensated loss |
 | all are the same multiple of those of one process | hand-compensated loss |
 | any other | unexplained |
@@ -33,6 +35,7 @@ These are the cases of a reduced gradient that differs from `F`. The first that 
 | there is batch norm with the statistics of each rank | batch norm |
 | a batch taken twice misses the same term as the batch in parts | constant term |
 | something was gathered, and the mean of the ranks' losses is that of one process | detached gather |
+| the step multiplies the rows of the batch with each other | contrastive loss |
 | any other | non-decomposable loss |
 """
 
@@ -52,8 +55,9 @@ from torch import Tensor
 
 from lightning_gradavg.reduction.global_mean import SCOPE
 from lightning_gradavg.rules import RULES
+from lightning_gradavg.verify.draws import ROW_PRODUCT, SAMPLE_CHOICE
 from lightning_gradavg.verify.record import MicroBatch, Reading, Record, Refused, SampleId
-from lightning_gradavg.verify.report import CAUSES, Finding, Report
+from lightning_gradavg.verify.report import CAUSES, Finding, Report, value_in_words
 from lightning_gradavg.verify.twin import (
     Build,
     Seen,
@@ -87,6 +91,36 @@ _OF_COMBINATIONS = (
 State that changes with every micro-batch has none of these.
 """
 
+_STATISTICS = (
+    "if it normalizes by mean and variance, take those of all ranks' values (lightning_gradavg.gather), or keep each"
+    " group of samples on one rank"
+)
+_LARGEST = "if it divides by the largest number of the batch, such as the longest text, divide by a constant instead"
+_CLAMP = "if it clamps a mean over samples, clamp what each sample contributes before the mean"
+
+_ADVICE_BY_OPERATOR: Mapping[str, str] = {
+    SAMPLE_CHOICE: (
+        "choose the samples among those of all ranks: gather what they are chosen by (lightning_gradavg.gather)"
+    ),
+    "aten.topk": (
+        "if it balances the load of experts, average the experts' fractions over all ranks first"
+        " (lightning_gradavg.global_mean)"
+    ),
+    "aten.std": _STATISTICS,
+    "aten.std_mean": _STATISTICS,
+    "aten.var": _STATISTICS,
+    "aten.var_mean": _STATISTICS,
+    "aten.max": _LARGEST,
+    "aten.amax": _LARGEST,
+    "aten.clamp": _CLAMP,
+    "aten.clamp_min": _CLAMP,
+    "aten.clamp_max": _CLAMP,
+}
+"""What may help if the gradient of a batch is no combination of those of its parts, by what `training_step` calls.
+
+The first that was called counts. An operator may have another use, so the advice says what it is for.
+"""
+
 _16_BIT_TYPES = (torch.bfloat16, torch.float16)
 _MOST_BATCHES = 20_000  # of an epoch whose windows are looked at
 _SKETCHED_ELEMENTS = 2048  # the first numbers of a sketch; those behind them are sums
@@ -109,6 +143,7 @@ def judge(
 class _Explanation(NamedTuple):
     cause: str  # a key of `CAUSES`
     detail: str  # what was found, with numbers
+    advice: str = ""  # what to do; "" for what `CAUSES` says
 
 
 class _Judge:
@@ -161,6 +196,7 @@ class _Judge:
         samples.compare()
         findings += samples.findings
         remarks += samples.remarks
+        remarks += self._remarks_on_schedulers()
         if logged is not None:
             findings.append(logged)
         return Report(
@@ -172,10 +208,32 @@ class _Judge:
             findings=[self._with_remedy(finding) for finding in sorted(findings, key=_is_note)],
             remarks=list(dict.fromkeys(remarks)),  # each once
             precision="float64" if self.twin.double else "float32",
+            baseline=self._baseline(alone, findings),
         )
+
+    def _baseline(self, alone: Record, findings: Sequence[Finding]) -> str:
+        """Return which run on one process the ranks are compared with, and how to reproduce that of the user's loader.
+
+        The two differ in their batch, which is that of all ranks, or in the order of the samples.
+        """
+        batch = sum(rank_batch.micro_batch.size for rank_batch in self.twin.group_of_step(0))
+        text = f"Compared with one process that takes the samples of all ranks as one batch, {batch} in step 0."
+        batch_size = alone.reading.batch_size
+        if batch_size is None or self.facts.replicated:
+            return text
+        is_other_batch = batch != batch_size * self.facts.accumulation
+        is_other_order = any(finding.cause == "data order" for finding in findings)
+        if is_other_batch or is_other_order:
+            text += (
+                f" To reproduce one process with `batch_size` {batch_size}, use"
+                ' GradAvgStrategy(equivalent_to="single_device").'
+            )
+        return text
 
     def _with_remedy(self, finding: Finding) -> Finding:
         """Return a finding with what to do about it in this run."""
+        if finding.advice:
+            return finding
         used_options = []
         if self.facts.splits_batches:
             used_options.append("split_batches")
@@ -185,6 +243,21 @@ class _Judge:
             used_options.append("GradAvgStrategy")
         remedy = CAUSES[finding.cause].remedy(self.facts.strategy, self.facts.rule.name, used_options)
         return replace(finding, advice=remedy.advice, diff=remedy.diff)
+
+    def _remarks_on_schedulers(self) -> list[str]:
+        """Return what is not known of schedulers that follow a value, and did not step."""
+        remarks = []
+        for plateau in self.records[0].plateaus:
+            if plateau.has_stepped:
+                continue
+            of_value = ""
+            if plateau.monitor:
+                of_value = f" on {plateau.monitor!r}"
+            remarks.append(
+                f"{plateau.name}{of_value} was skipped: verify does not validate, and the compared steps do not reach"
+                " it. The ranks keep the same learning rate only if they log the same value, as with sync_dist=True"
+            )
+        return remarks
 
     def _shared_draws(self, alone: Record) -> Sequence[str]:
         """Return the operators that drew for no single sample, on a rank or on one process."""
@@ -213,11 +286,11 @@ class _Judge:
         | buffers | buffers of one rank |
         """
         stage, name = seen.stage, seen.difference.name
-        detail = f"{name} is the first to differ"
+        detail, advice = f"{name} is the first to differ", ""
         if stage == "initial weights":
             cause = "initial weights"
         elif stage == "reduced gradient":
-            cause, detail = self._of_gradient(seen)
+            cause, detail, advice = self._of_gradient(seen)
         elif stage == "clipped gradient":
             cause = "unexplained"
         elif stage == "optimizer options" and name.startswith("lr"):
@@ -231,7 +304,7 @@ class _Judge:
         if stage not in _BESIDE_DRAWS:
             self._require_same_draws(alone, seen.step)
             self._require_difference_in_windows(seen.step, cause)
-        return Finding(cause, stage, detail, seen.step, seen.difference)
+        return Finding(cause, stage, detail, seen.step, seen.difference, advice)
 
     def _of_gradient(self, seen: Seen) -> _Explanation:
         """Return why a reduced gradient differs."""
@@ -292,10 +365,16 @@ class _Judge:
                         continue  # each rank may have its own: DDP broadcasts those of rank 0 before the next forward
                     difference = seen.difference
                     detail = (
-                        f"{difference.name} is {difference.found:.6g} on rank {record.rank}, but"
+                        f"{value_in_words(seen.stage, difference.name)} {difference.found:.6g} on rank {record.rank},"
                         f" {difference.expected:.6g} on rank 0"
                     )
-                    findings.append(Finding("unsynchronised replicas", seen.stage, detail, seen.step))
+                    cause = "unsynchronised replicas"
+                    if seen.names.issubset(record.unregistered):
+                        cause = "unregistered parameter"
+                        detail += ". The optimizer holds it, but the module does not register it: DDP does not know it"
+                    elif seen.stage == "optimizer options" and difference.name.startswith("lr") and record.plateaus:
+                        cause = "unsynchronised schedule"
+                    findings.append(Finding(cause, seen.stage, detail, seen.step))
         return findings
 
     def _first_logged_difference(self, alone: Record, compared_steps: int) -> Finding | None:
@@ -547,7 +626,7 @@ class _SampleComparison:
             if strange > 0 and not self._is_complete:
                 self.remarks.append(of_strange)
             alike = (on_ranks & expected).total()
-            detail = f"{alike} of the {total} samples of the step are those of one process there"
+            detail = f"{alike} of this step's {total} samples are also in the matching one-process step"
             is_note = self._shuffles or self._every_rank_reads_in_order()
             self.findings.append(Finding("data order", "samples", detail, position, note=is_note))
             return
@@ -720,6 +799,11 @@ def _have_other_losses(evidence: _Evidence) -> bool:
 def _of_combination(evidence: _Evidence) -> _Explanation | None:
     """Return which multiple or which other combination of the parts the run made, if it is a known one."""
     rule, number = evidence.facts.rule, len(evidence.micro_batches)
+    # Gradients that differ by more than the tolerance, and less than `near`. Both are the same combination then.
+    gap = gap_between(evidence.reduced, evidence.whole)
+    if gap <= evidence.near:
+        detail = "what the ranks keep for themselves, such as a state, may have changed them"
+        return _Explanation("unexplained", f"the gradients differ by {gap:.2g} of the largest element: {detail}")
     factors = evidence.factors(evidence.reduced)
     if not factors:
         return None
@@ -797,9 +881,15 @@ def _of_losses(evidence: _Evidence) -> _Explanation:
     """Return why the ranks' losses are not those of one process."""
     ratios = _loss_ratios(evidence)
     detail = f"{evidence.multiple}; the ranks' losses are {_listed(ratios)} x those of the same samples on one process"
+    compensated = ratios / len(ratios) @ evidence.parts
+    multiple = multiple_of(compensated, evidence.whole, evidence.near)
+    is_made = gap_between(evidence.reduced, compensated) <= evidence.near
+    are_summed = any("reduce" in name for name in evidence.twin.records[0].step_operators)
+    if is_made and are_summed and multiple is not None and evidence.is_close(multiple, 1 / evidence.world_size):
+        again = f"a sum over all ranks divides them, and their average divides by the {evidence.world_size} ranks again"
+        return _Explanation("global normaliser", f"{detail}: {again}")
     if torch.allclose(ratios * evidence.world_size, torch.ones_like(ratios), rtol=1e-4, atol=0.0):
         return _Explanation("double division", detail)
-    compensated = ratios / len(ratios) @ evidence.parts
     if gap_between(evidence.whole, compensated) <= evidence.near:
         return _Explanation("hand-compensated loss", f'{detail}; with it `reduction="mean"` is right')
     if torch.allclose(ratios, ratios[0], rtol=evidence.near, atol=0.0):
@@ -839,8 +929,15 @@ def _of_whole(evidence: _Evidence) -> _Explanation:
             "the ranks' losses are those of one process, but the gradient is not: what"
             f" {', '.join(sorted(gathers))} brought from other ranks carries no gradient",
         )
-    return _Explanation(
-        "non-decomposable loss",
+    detail = (
         f"{evidence.multiple}, and that of a batch is not a combination of those of its parts: the loss, or a hook,"
-        " looks at all samples",
+        " looks at all samples"
     )
+    operators = records[0].step_operators
+    if ROW_PRODUCT in operators:
+        return _Explanation("contrastive loss", f"{detail}; training_step multiplies them with each other")
+    for operator, advice in _ADVICE_BY_OPERATOR.items():
+        if operator in operators:
+            name = operator.removeprefix("aten.")
+            return _Explanation("non-decomposable loss", f"{detail}; training_step has {name}", advice)
+    return _Explanation("non-decomposable loss", detail)

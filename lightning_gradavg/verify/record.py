@@ -23,18 +23,20 @@ from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import DoublePrecision, Precision
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_gradavg._lightning.internals import BatchNorm, fetched_here
 from lightning_gradavg._lightning.loaders import user_loader
 from lightning_gradavg._lightning.options import StrategyFacts
 from lightning_gradavg._support.random_state import random_state, restore_random_state, same_random_state, seeded
-from lightning_gradavg._support.tree import batch_samples, bits
+from lightning_gradavg._support.tree import batch_samples, bits, leaves
 from lightning_gradavg.batches.chunks import PartCollator
 from lightning_gradavg.rules import RULES, Rule
 from lightning_gradavg.verify.draws import Draw, Draws
@@ -42,6 +44,7 @@ from lightning_gradavg.verify.draws import Draw, Draws
 __all__ = [
     "Facts",
     "MicroBatch",
+    "Plateau",
     "Reading",
     "Record",
     "Recorder",
@@ -135,6 +138,7 @@ class Reading:
     Attributes:
         batches: The samples of each batch.
         is_complete: Whether these are all batches of the pass.
+        batch_size: The loader's, or None if a batch sampler decides.
         drops_last: Whether the loader leaves out a last batch that is not full.
         shuffles: Whether the order is random, or that of a stream.
         own_sampler: Whether a sampler may leave out or repeat samples, as one of the user's own may.
@@ -143,6 +147,7 @@ class Reading:
 
     batches: Sequence[Sequence[SampleId]] = ()
     is_complete: bool = False
+    batch_size: int | None = None
     drops_last: bool = False
     shuffles: bool = False
     own_sampler: bool = False
@@ -156,6 +161,7 @@ class MicroBatch:
     Attributes:
         packed_samples: The samples, pickled, as `collate_fn` was given them.
         sample_ids: Which samples these are, equal on all processes.
+        content_ids: The same by what the samples are, where every rank has a data set of its own.
         size: The number of samples.
         unknown_because: Why the samples are not known; "" if they are.
         sample_keys: What the samples draw from, if the micro-batch joins those of several ranks.
@@ -167,6 +173,7 @@ class MicroBatch:
 
     packed_samples: Sequence[bytes] = ()
     sample_ids: Sequence[SampleId] = ()
+    content_ids: Sequence[SampleId] = ()
     size: int = 1
     unknown_because: str = _NO_COLLATE_FN
     sample_keys: Sequence[SampleKey] = ()
@@ -218,6 +225,14 @@ class Facts:
     epoch_batches: float = math.inf
 
 
+class Plateau(NamedTuple):
+    """A scheduler that follows a value, such as `ReduceLROnPlateau`."""
+
+    name: str  # of its class
+    monitor: str  # the value; "" if the module steps the scheduler itself
+    has_stepped: bool
+
+
 @dataclass
 class Record:
     """What one process recorded.
@@ -229,8 +244,12 @@ class Record:
         shared: Operators that drew for no single sample, in order.
         collectives: Names of the collective operations that ran.
         scopes: Names of the profiler scopes that were entered.
+        step_operators: Names of operators that ran in `training_step`.
+        plateaus: Schedulers that follow a value.
+        by_content: Whether samples are known by what they are, and not by their index.
         reading: What one epoch reads, if it was asked for.
         batch_norms: Names of layers whose statistics are those of one rank.
+        unregistered: Names of tensors that an optimizer holds and the module does not register.
         problem: Why the run cannot be compared; "" if it can.
     """
 
@@ -240,8 +259,12 @@ class Record:
     shared: dict[str, None] = field(default_factory=dict)
     collectives: set[str] = field(default_factory=set)
     scopes: set[str] = field(default_factory=set)
+    step_operators: set[str] = field(default_factory=set)
+    plateaus: list[Plateau] = field(default_factory=list)
+    by_content: bool = False
     reading: Reading = field(default_factory=Reading)
     batch_norms: list[str] = field(default_factory=list)
+    unregistered: list[str] = field(default_factory=list)
     problem: str = ""
 
 
@@ -365,17 +388,16 @@ class _RecordingCollate:
         if not same_random_state(before, random_state()):
             unknown_because = "collate_fn draws random numbers"
 
-        micro_batch = MicroBatch(packed, self._sample_ids(indices, packed), len(own_samples), unknown_because)
+        content_ids = tuple((_digest(sample),) for sample in packed)
+        sample_ids: Sequence[SampleId] = content_ids
+        if self._fingerprint is not None:
+            sample_ids = tuple((self._fingerprint, index) for index in indices)
+        micro_batch = MicroBatch(packed, sample_ids, content_ids, len(own_samples), unknown_because)
         if isinstance(self._collate, PartCollator):
             self._note(batch.part, micro_batch)  # what the strategy makes of a `Collated`
         else:
             self._note(batch, micro_batch)
         return batch
-
-    def _sample_ids(self, indices: Sequence[Hashable], packed: Sequence[bytes]) -> Sequence[SampleId]:
-        if self._fingerprint is None:
-            return tuple((_digest(sample),) for sample in packed)
-        return tuple((self._fingerprint, index) for index in indices)
 
 
 class _Noted(NamedTuple):
@@ -417,14 +439,14 @@ class _Loading:
             return MicroBatch()
         return noted.micro_batch
 
-    def read(self, loader: DataLoader[Any]) -> Reading:
-        """Read the loader of a run once, without training; of a map-style dataset the indices alone."""
+    def read(self, loader: DataLoader[Any], *, by_content: bool) -> Reading:
+        """Read the loader of a run once, without training; of a map-style dataset the indices, unless `by_content`."""
         is_stream = isinstance(loader.dataset, IterableDataset)
         most = _MOST_BATCHES
-        if is_stream:
+        if is_stream or by_content:
             most = _MOST_SAMPLES // (loader.batch_size or 1)
         try:
-            batches = list(islice(self._sample_ids(loader), most))
+            batches = list(islice(self._sample_ids(loader, by_content=by_content), most))
         except Exception:  # noqa: BLE001  # a loader that can be read once only
             batches = []
         sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
@@ -436,22 +458,28 @@ class _Loading:
         return Reading(
             batches=batches,
             is_complete=0 < len(batches) < most,
+            batch_size=loader.batch_size,
             drops_last=loader.drop_last,
             shuffles=is_stream or shuffles,
             own_sampler=not is_stream and (replaces or not knows_samplers),
             replaces=replaces,
         )
 
-    def _sample_ids(self, loader: DataLoader[Any]) -> Iterator[Sequence[SampleId]]:
+    def _sample_ids(self, loader: DataLoader[Any], *, by_content: bool) -> Iterator[Sequence[SampleId]]:
         """Yield the samples of each batch of a pass."""
         if isinstance(loader.dataset, IterableDataset):
             for batch in loader:
                 yield self.pop(batch).sample_ids
             return
+        assert loader.batch_sampler is not None, "a loader with batch_size=None has no collate_fn, and is not read"
+        if by_content:
+            dataset = _SeededDataset(loader.dataset)
+            for indices in loader.batch_sampler:
+                yield tuple((_digest(_packed(dataset[index])),) for index in indices)
+            return
         fingerprint = _fingerprint(loader.dataset)
         if fingerprint is None:
             return
-        assert loader.batch_sampler is not None, "a loader with batch_size=None has no collate_fn, and is not read"
         for indices in loader.batch_sampler:
             yield tuple((fingerprint, index) for index in indices)
 
@@ -476,6 +504,7 @@ class Recorder(Callback):
         most_steps: The number of steps after which the run ends.
         double: Whether the run computes in float64.
         reads: Whether to read an epoch of the user's loader at the end.
+        by_content: Whether samples are known by what they are. Ranks decide that together, and say it in `record`.
 
     Attributes:
         record: What is recorded.
@@ -488,13 +517,21 @@ class Recorder(Callback):
     trainer: Trainer
     module: LightningModule
 
-    def __init__(self, most_steps: int, *, double: bool = True, reads: bool = True) -> None:
+    def __init__(self, most_steps: int, *, double: bool = True, reads: bool = True, by_content: bool = False) -> None:
         self._most_steps = most_steps
         self._reads = reads
         self._loader: Any = None  # the user's, if it is read at the end
         self.loading = _Loading()
         self.mode = Draws(double=double)
-        self.record = Record(shared=self.mode.shared, collectives=self.mode.collectives, scopes=self.mode.scopes)
+        self.record = Record(
+            shared=self.mode.shared,
+            collectives=self.mode.collectives,
+            scopes=self.mode.scopes,
+            step_operators=self.mode.step_operators,
+            by_content=by_content,
+        )
+        self._plateaus: list[Any] = []  # Lightning's `LRSchedulerConfig` of each
+        self._first_epochs: list[int] = []  # of the schedulers of `_plateaus`
         # Of the step that is not ended yet.
         self._window: list[MicroBatch] = []
         self._snapshots: list[Snapshot] = []
@@ -541,11 +578,25 @@ class Recorder(Callback):
         self.trainer, self.module = trainer, pl_module
         if self._reads:
             self._loader = user_loader(trainer.train_dataloader)
+            if _have_data_sets_of_their_own(self._loader):
+                self.record.by_content = True
         for config in trainer.lr_scheduler_configs:
             config.strict = False  # nothing is validated, and ReduceLROnPlateau may monitor a validation metric
+            if isinstance(config.scheduler, ReduceLROnPlateau):
+                self._plateaus.append(config)
+                self._first_epochs.append(config.scheduler.last_epoch)
         self.record.rank = trainer.global_rank
         self.record.facts = _facts_of(trainer)
-        self._take_snapshot("initial weights", pl_module.named_parameters())
+        unregistered = _unregistered_tensors(pl_module, trainer.optimizers)
+        self.record.unregistered = list(unregistered)
+        if self.mode.double:
+            # `DoublePrecision` calls `module.double()`, which does not reach these. As in `nn.Module._apply`, a tensor
+            # stays the object that the optimizer holds.
+            for tensor in unregistered.values():
+                tensor.data = tensor.data.double()
+        self._take_snapshot("initial weights", self._weights())
+        for _, weight in self._weights():
+            self.mode.weight_storages.add(weight.untyped_storage().data_ptr())
         for name, layer in pl_module.named_modules():
             if _has_statistics_of_one_rank(layer):
                 self.record.batch_norms.append(name)
@@ -609,7 +660,8 @@ class Recorder(Callback):
         self._select_keys_of_piece(args[0])
         self._seed_step()  # whatever state the strategy has the step begin from
         _, *others_before = random_state()
-        output = user_step(*args, **kwargs)
+        with mock.patch.object(self.mode, "is_in_step", new=True):
+            output = user_step(*args, **kwargs)
         _, *others_after = random_state()
         if others_before != others_after:
             self.mode.shared["a generator of Python or NumPy"] = None
@@ -634,13 +686,22 @@ class Recorder(Callback):
         self._take_snapshot("reduced gradient", self._gradients(optimizer))
 
     def _gradients(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield the gradients of an optimizer's parameters by their names in the module."""
+        """Yield the gradients of an optimizer's tensors by their names."""
         ids: set[int] = set()
         for group in optimizer.param_groups:
             ids.update(id(parameter) for parameter in group["params"])
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self._weights():
             if id(parameter) in ids:
                 yield name, parameter.grad
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the module's parameters, and what its optimizers train beside them.
+
+        A tensor that the module does not register trains like any other, and DDP does not reduce its gradient
+        (`test_ranks_verify.py`, "unregistered parameter").
+        """
+        yield from self.module.named_parameters()
+        yield from _unregistered_tensors(self.module, self.trainer.optimizers).items()
 
     def _after_optimizer_step(self, optimizer: Optimizer, *_: object) -> None:
         """Note what the optimizer stepped on. PyTorch calls it after each `step`."""
@@ -659,7 +720,7 @@ class Recorder(Callback):
         """
         if not any(snapshot.stage == "optimizer options" for snapshot in self._snapshots):
             return  # no optimizer took a step
-        self._take_snapshot("weights", self.module.named_parameters())
+        self._take_snapshot("weights", self._weights())
         self._take_snapshot("buffers", self._compared_buffers())
         self.record.steps.append(Step(self._epoch, self._window, self._snapshots, self._logged_values()))
         self._window, self._snapshots = [], []
@@ -687,8 +748,16 @@ class Recorder(Callback):
         """Note what there is to say of the whole run."""
         self._batch_scope.close()
         self.record.problem = self._first_problem()
+        for config, first_epoch in zip(self._plateaus, self._first_epochs, strict=True):
+            scheduler = config.scheduler
+            has_stepped = scheduler.last_epoch != first_epoch
+            self.record.plateaus.append(Plateau(type(scheduler).__name__, config.monitor or "", has_stepped))
+        if self.record.by_content:
+            for step in self.record.steps:
+                for micro_batch in step.micro_batches:
+                    micro_batch.sample_ids = micro_batch.content_ids
         if self._loader is not None and not self.record.problem:
-            self.record.reading = self.loading.read(self._loader)
+            self.record.reading = self.loading.read(self._loader, by_content=self.record.by_content)
 
     def _first_problem(self) -> str:
         """Return why the run cannot be compared; "" if it can."""
@@ -704,6 +773,21 @@ class Recorder(Callback):
         if not self.record.facts.automatic and any(len(window) > 1 for window in windows):
             return "in manual optimization a window of several batches is the user's own sum of them"
         return ""
+
+
+def _have_data_sets_of_their_own(loader: object) -> bool:
+    """Return whether the ranks have different data sets, as of `data[rank::world_size]`. It is collective.
+
+    An index says nothing of a sample then (`test_ranks_verify.py`, "a data set cut by hand").
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    fingerprint = None
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        fingerprint = _fingerprint(loader.dataset)
+    fingerprints: list[bytes | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(fingerprints, fingerprint)
+    return len(set(fingerprints)) > 1
 
 
 @contextmanager
@@ -747,6 +831,40 @@ def _has_statistics_of_one_rank(layer: nn.Module) -> bool:
     if not isinstance(layer, BatchNorm) or isinstance(layer, nn.SyncBatchNorm):
         return False
     return layer.training or not layer.track_running_stats
+
+
+def _unregistered_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """Return the tensors that optimizers hold and the module does not register, by the attributes that hold them."""
+    registered = {id(parameter) for parameter in module.parameters()}
+    unregistered: dict[int, Tensor] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                if id(tensor) not in registered:
+                    unregistered[id(tensor)] = tensor
+    if not unregistered:
+        return {}
+    names = _names_of_attributes(module)
+    named = {}
+    for position, (key, tensor) in enumerate(unregistered.items()):
+        # What no attribute holds, such as a tensor of a callback, has its place as a name.
+        named[names.get(key, f"unregistered tensor {position} of the optimizers")] = tensor
+    return named
+
+
+def _names_of_attributes(module: nn.Module) -> dict[int, str]:
+    """Return the path of every tensor that an attribute of a module holds, also in lists, dicts and their layers."""
+    names: dict[int, str] = {}
+    for module_name, layer in module.named_modules():
+        for attribute, value in vars(layer).items():
+            path = f"{module_name}.{attribute}".removeprefix(".")
+            for place, leaf in leaves(value, path):
+                if isinstance(leaf, Tensor):
+                    names.setdefault(id(leaf), place)
+                elif isinstance(leaf, nn.Module):
+                    for name, parameter in leaf.named_parameters():
+                        names.setdefault(id(parameter), f"{place}.{name}")
+    return names
 
 
 def _options(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

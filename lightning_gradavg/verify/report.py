@@ -22,7 +22,18 @@ import yaml
 
 from lightning_gradavg._support.tree import mapped
 
-__all__ = ["CAUSES", "EXIT_CODES", "STAGES", "Cause", "Difference", "Finding", "Remedy", "Report", "explanation"]
+__all__ = [
+    "CAUSES",
+    "EXIT_CODES",
+    "STAGES",
+    "Cause",
+    "Difference",
+    "Finding",
+    "Remedy",
+    "Report",
+    "explanation",
+    "value_in_words",
+]
 
 SCHEMA = 3
 """Version of the JSON output; raised when a field changes its name or its meaning, not when one is added."""
@@ -44,6 +55,25 @@ STAGES = (
 
 _BESIDE_TRAINING = ("samples", "logged values")
 """Stages of which all steps are compared. A difference in any other ends the comparison of training."""
+
+
+_STAGES_OF_TENSORS = ("initial weights", "reduced gradient", "clipped gradient", "weights", "buffers")
+"""Stages whose differences are those of one element of a tensor."""
+
+
+def value_in_words(stage: str, name: str) -> str:
+    """Return what a number at a stage is, as in "parameter `net.weight`: gradient"; the number follows."""
+    if stage == "initial weights":
+        return f"parameter `{name}`: initial value"
+    if stage in ("reduced gradient", "clipped gradient"):
+        return f"parameter `{name}`: {stage.replace('reduced ', '')}"
+    if stage == "weights":
+        return f"parameter `{name}`: change in this step"
+    if stage == "buffers":
+        return f"buffer `{name}`:"
+    if stage == "optimizer options":
+        return f"option `{name}` of the optimizer:"
+    return f"`{name}`:"
 
 
 class Remedy(NamedTuple):
@@ -162,16 +192,29 @@ class Finding:
         difference = self.difference
         # Numbers say nothing where they are NaN, as for tensors of different sizes.
         if difference is not None and math.isfinite(difference.found) and math.isfinite(difference.expected):
-            lines.append(f"{difference.name} is {difference.found:.6g}, but {difference.expected:.6g} on one process")
+            where = ""
+            if self.stage in _STAGES_OF_TENSORS:
+                where = " (the element that differs most)"
+            lines.append(
+                f"{value_in_words(self.stage, difference.name)} {difference.found:.6g} here,"
+                f" {difference.expected:.6g} on one process{where}"
+            )
         if not self.note:
             lines.append(f"Do: {self.advice}.")
             lines.append(textwrap.indent(self.diff, "  "))
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
+_NOT_COVERED = (
+    "Not covered: a seed that all ranks share (here every sample draws its own numbers), a number of steps that you"
+    " compute by hand, and later steps."
+)
+"""What a run of the same verdict may still get wrong."""
+
+
+@dataclass(frozen=True, repr=False)
 class Report:
-    """The result of a comparison; `str()` of it is what the command prints.
+    """The result of a comparison; `str()` of it is what the command prints. It is true if the verdict is "equal".
 
     Attributes:
         strategy: The strategy of the run.
@@ -182,6 +225,7 @@ class Report:
         findings: The causes, that of the first difference first.
         remarks: What could not be compared, and why; and what is known of steps beyond those compared.
         precision: What both runs computed in.
+        baseline: Which run on one process this is, and how to reproduce another one.
     """
 
     strategy: str
@@ -192,6 +236,19 @@ class Report:
     findings: Sequence[Finding] = ()
     remarks: Sequence[str] = ()
     precision: str = "float64"
+    baseline: str = ""
+
+    def __bool__(self) -> bool:
+        """Return whether the verdict is "equal", so that a test may `assert verify(Net, data)`."""
+        return self.equal
+
+    def __repr__(self) -> str:
+        """Return the first line and the first finding, which pytest shows if the assertion fails."""
+        lines = [self._headline()]
+        if self.first is not None:
+            lines.append(self.first.detail)
+        lines += self.remarks
+        return f"<Report: {' '.join(lines)}>"
 
     @property
     def verdict(self) -> str:
@@ -287,10 +344,17 @@ class Report:
             body.append(f"{stage:18} {status:13} {where}".rstrip())
         footer = (
             f"{self.strategy}, reduction {self.reduction!r}, ranks: {self.world_size}, optimizer steps: {self.steps},"
-            f" both runs in {self.precision}. Equal: a relative difference of up to {self.tolerance:g}."
+            f" both runs in {self.precision}; values count as equal if their relative difference is at most"
+            f" {self.tolerance:g}."
         )
-        indented = [textwrap.indent(text, "  ") for text in body]
-        return "\n".join([self._headline(), *indented, "", footer])
+        lines = [self._headline()]
+        lines += [textwrap.indent(text, "  ") for text in body]
+        lines += ["", footer]
+        if self.baseline:
+            lines.append(self.baseline)
+        if self.equal:
+            lines.append(_NOT_COVERED)
+        return "\n".join(lines)
 
     def _headline(self) -> str:
         first = self.first

@@ -281,7 +281,7 @@ class Twin:
         facts = self.records[0].facts
         epochs = [step.epoch for step in self.records[0].steps]
         window = max(len(groups) for groups in steps)
-        recorder = Recorder(len(steps), double=self.double, reads=reads)
+        recorder = Recorder(len(steps), double=self.double, reads=reads, by_content=self.records[0].by_content)
         replay = _Replay(steps, epochs, recorder, facts.epoch_batches / facts.accumulation * window)
         module, data, options = self.build()
         if "train_dataloaders" in data:
