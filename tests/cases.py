@@ -187,7 +187,7 @@ RULES_BY_HAND = [
         "with windows of different lengths",
         "mean_of_node_means",
         [[[1.0, 3.0]], [[5.0]]],
-        error="rank 0: one loss, no weight given, in a window of 2, which 'mean_of_node_means' depends on",
+        error="losses differ: no weight given, in a window of 2, which 'mean_of_node_means' depends on",
         error_of_way={
             "automatic": "1 of 2 ranks have no more batches in this epoch, and reduction='mean_of_node_means'"
         },
@@ -271,7 +271,7 @@ WEIGHTS = [
         "of extreme weights",
         "weighted_mean",
         EXTREME_WEIGHTS,
-        error="rank 0: micro-batch 0 of the window: its multiplier 1e+300 overflows when it is scaled by",
+        error="cannot be applied on rank 0: its multiplier 1e+300 overflows when it is scaled by",
         ways=LOOPS,
     ),
 ]
@@ -935,7 +935,8 @@ def make_rows_of_unusable_weights() -> list[Case]:
     for weight in (-1.0, NAN, INF):
         for length in (1, 2):
             of_rank_1: list[Any] = [[(1.0, 1)] * length, [*[(1.0, 1)] * (length - 1), (1.0, weight)]]
-            error = f"rank 1: micro-batch {length - 1} of the window: weight {weight} is not a finite number >= 0"
+            where = "" if length == 1 else f"in micro-batch {length - 1} of {length}, "
+            error = f"cannot be applied on rank 1: {where}weight {weight} is not a finite number >= 0."
             rows.append(
                 Case(
                     f"of weight {weight} in a window of {length}",
@@ -997,7 +998,7 @@ REFUSED = [
         "without a weight on one rank",
         "weighted_mean",
         [[[(1.0, 1)]], [[1.0]]],
-        error="rank 0: one loss, a weight given\n  rank 1: one loss, no weight given",
+        error="losses differ: a weight given on rank 0; no weight given on rank 1. For weights: return",
         error_of_way={"automatic": "the number of samples cannot be read from a batch of type float: return"},
         ways=["automatic", "manual"],
     ),

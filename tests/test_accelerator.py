@@ -293,7 +293,7 @@ def in_a_loop(path: Path, device: str, counts: Mapping[str, Count]) -> Found:
 
 FOUR = (0, 0, 1, 1)
 WINDOW: Mapping[str, Any] = {"accumulate_grad_batches": 4}
-NAN = (ValueError, "rank 1: micro-batch 0 of the window: weight nan is not a finite number")
+NAN = (ValueError, "on rank 1: weight nan is not a finite number")
 
 
 PATHS: Mapping[str, Path] = {

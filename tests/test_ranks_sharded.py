@@ -278,7 +278,7 @@ def test_a_checkpoint_of_four_ranks_resumes_on_two(world, tmp_path):
         (fsdp, "graphless", "a loss without a graph"),
         (fsdp, "plain backward", "reached the model by a backward that bypassed reduction='weighted_mean'"),
         (fsdp_tp, "peers", "tensor-parallel group weigh one batch differently, here by"),
-        (fsdp_tp, "no number", "rank 1: micro-batch 0 of the window: a weight is one number, got 'three'"),
+        (fsdp_tp, "no number", "on rank 1: a weight is one number, got 'three'"),
         (fsdp, "fabric", "fabric.setup_optimizers"),
     ],
 )

@@ -523,6 +523,13 @@ def train_mixed(rows: Any, precision: str, scale: float | None) -> Seen:
     return train(rows, None, WEIGHTED, module=MIXED, plugins=[plugin], accumulate_grad_batches=len(rows[0]))
 
 
+def test_the_first_line_names_a_misspelt_weight_once(world):
+    """The log shows the first line of an error alone, and a cause that all ranks share is not repeated for each."""
+    problem = "the result of training_step has 'weights': call it \"weight\""
+    for raised in world(2).run_expecting_errors(train_run, "a misspelt weight"):
+        assert f"reduction='weighted_mean' cannot be applied: {problem}." == raised.message
+
+
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize(("precision", "scale", "tolerance"), [("16-mixed", 2.0**15, 2e-3), ("bf16-mixed", None, 2e-2)])
 def test_mixed_precision(world, precision, scale, tolerance, window):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from lightning_gradavg._support.collectives import World
 from lightning_gradavg._support.device import beside, on_device
+from lightning_gradavg._support.text import by_value, on_ranks
 from lightning_gradavg.reduction.loss import ALWAYS_OR_NEVER, MicroBatch
 from lightning_gradavg.rules import Rule
 
@@ -98,9 +99,9 @@ class TotalsExchange:
 
 def must_agree(rule: Rule, micro_batches: Sequence[MicroBatch]) -> str:
     """Return what must be the same on all ranks with a micro-batch that is not absent, in words."""
-    text = "one loss, no weight given"
+    text = "no weight given"
     if any(micro_batch.explicit for micro_batch in micro_batches):
-        text = "one loss, a weight given"
+        text = "a weight given"
     length = len(micro_batches)
     # Rules with weights divide by Z, which counts all ranks' pairs; the mean's factor knows this rank's length alone.
     if length > 1 and rule.averages_window:
@@ -111,6 +112,9 @@ def must_agree(rule: Rule, micro_batches: Sequence[MicroBatch]) -> str:
 def raise_together(totals: Totals, rule: Rule, world: World, micro_batches: Sequence[MicroBatch]) -> NoReturn:
     """Raise the same ValueError on all ranks about totals that are not usable. A collective operation.
 
+    Its first line names the cause and the ranks that have it, since the log shows that line alone. Further lines name
+    other causes. A cause that several ranks share is named once (`test_the_first_line_names_a_misspelt_weight_once`).
+
     Args:
         totals: The totals over all ranks.
         rule: The reduction rule.
@@ -118,23 +122,37 @@ def raise_together(totals: Totals, rule: Rule, world: World, micro_batches: Sequ
         micro_batches: Those of this rank.
     """
     # The cases of `Totals.is_usable`, the first that applies. All ranks have the same totals, and take the same branch.
-    texts: list[str] = []
-    if totals.faults > 0:
-        headline = "the gradients of a window cannot be reduced"
-        for index, micro_batch in enumerate(micro_batches):
-            if micro_batch.problem is not None:
-                texts.append(f"micro-batch {index} of the window: {micro_batch.problem}")
-    elif not totals.agree:
-        headline = f"the ranks' losses differ in what must be the same. For weights: {ALWAYS_OR_NEVER}"
-        texts.append(must_agree(rule, micro_batches))
-    else:
-        headline = f"the weights add up to {totals.normalizer!r}. Scale them so that their sum is finite"
-    lines = [f"reduction {rule.name!r}: {headline}."]
     # The texts travel only now: six numbers per window are what a step without problems pays.
-    for rank, texts_of_rank in enumerate(world.gather_objects(texts)):
-        for text in texts_of_rank:
-            lines.append(f"rank {rank}: {text}")
-    raise ValueError("\n  ".join(lines))
+    reduction = f"reduction={rule.name!r}"
+    if totals.faults > 0:
+        raise ValueError(f"{reduction} cannot be applied{_problems_of_ranks(world, micro_batches)}")
+    if not totals.agree:
+        differing = by_value(world.gather_objects(must_agree(rule, micro_batches)))
+        raise ValueError(f"{reduction}: the ranks' losses differ: {differing}. For weights: {ALWAYS_OR_NEVER}.")
+    raise ValueError(
+        f"{reduction}: the weights add up to {totals.normalizer!r}. Scale them so that their sum is finite."
+    )
+
+
+def _problems_of_ranks(world: World, micro_batches: Sequence[MicroBatch]) -> str:
+    """Return the problems of all ranks, such as ": TEXT." or " on rank 1: TEXT.". A collective operation."""
+    problems: list[str] = []
+    for index, micro_batch in enumerate(micro_batches):
+        if micro_batch.problem is None:
+            continue
+        problem = micro_batch.problem
+        if len(micro_batches) > 1:
+            problem = f"in micro-batch {index} of {len(micro_batches)}, {problem}"
+        problems.append(problem)
+    ranks_of_problem: dict[str, list[int]] = {}
+    for rank, problems_of_rank in enumerate(world.gather_objects(problems)):
+        for problem in problems_of_rank:
+            ranks_of_problem.setdefault(problem, []).append(rank)
+    lines = []
+    for problem, ranks in ranks_of_problem.items():
+        where = "" if len(ranks) == world.size else f" {on_ranks(ranks)}"
+        lines.append(f"{where}: {problem.removesuffix('.')}.")
+    return "\n ".join(lines)
 
 
 class GatheredRows:
