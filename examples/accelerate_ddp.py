@@ -5,6 +5,8 @@ process. `accelerator.backward` divides every loss by `gradient_accumulation_ste
 it does not divide again.
 """
 
+import os
+import sys
 from typing import Any
 
 import torch
@@ -67,6 +69,8 @@ def on_one_process() -> nn.Module:
 
 
 def main() -> None:
+    if "RANK" not in os.environ:  # which torchrun sets, and accelerate launch for several processes
+        sys.exit("Start this example by: torchrun --nproc-per-node 2 examples/accelerate_ddp.py")
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=WINDOW)
     pairs = zip(train(accelerator).parameters(), on_one_process().parameters(), strict=True)
     difference = max((parameter - expected).abs().max().item() for parameter, expected in pairs)

@@ -5,6 +5,8 @@ tokens count more, and compares it with one process. The Trainer divides by the 
 accumulated batches, `num_items_in_batch`, for models that take it, but not by a sum of class weights.
 """
 
+import os
+import sys
 from typing import Any
 
 import torch
@@ -72,6 +74,8 @@ def on_one_process() -> nn.Module:
 
 
 def main() -> None:
+    if "RANK" not in os.environ:  # which torchrun sets, and accelerate launch for several processes
+        sys.exit("Start this example by: torchrun --nproc-per-node 2 examples/hf_trainer.py")
     sgd: Any = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
     quiet: Any = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
     counts: Any = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": EPOCHS}

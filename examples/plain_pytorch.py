@@ -5,6 +5,8 @@ and compares the weights of both with those of one process. With 21 samples in b
 batch gives the processes 3 and 2.
 """
 
+import os
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -66,6 +68,8 @@ def without_ddp() -> nn.Module:
 
 def main() -> None:
     if not dist.is_initialized():
+        if "RANK" not in os.environ:  # which every launcher sets
+            sys.exit("Start this example by: torchrun --nproc-per-node 2 examples/plain_pytorch.py")
         dist.init_process_group("gloo")
     reference = train(new_model(), new_loader(), lambda loss: loss.backward())
     for name, trained in (("DDP", with_ddp()), ("average_gradients", without_ddp())):

@@ -100,13 +100,15 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
         "gradavg": {},
         "gradavg_sum": {"reduction": "sum"},
         "gradavg_weighted": {"reduction": "weighted_mean"},
+        "gradavg_weighted_mean": {"reduction": "weighted_mean"},  # as the option is called
         "gradavg_spawn": {"start_method": "spawn"},
         "gradavg_fork": {"start_method": "fork"},
         "gradavg_notebook": {"start_method": "fork"},
     }
 
     def __init__(self, *, reduction: str | RuleFunction = "mean", split_batches: bool = False, **options: Any) -> None:
-        refuse_unserved("GradAvgStrategy for Fabric", options, DDPStrategy, DistributedDataParallel)
+        own_options = ("reduction", "split_batches")
+        refuse_unserved("GradAvgStrategy for Fabric", own_options, options, DDPStrategy, DistributedDataParallel)
         self._rule = resolve_rule(reduction)
         if split_batches:
             self._rule = rule_of_split_batches(self._rule)

@@ -13,6 +13,7 @@ and `L` count pairs.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -28,6 +29,7 @@ __all__ = [
     "RuleFunction",
     "Share",
     "depends_on_length",
+    "explained",
     "in_window",
     "is_number",
     "resolve_rule",
@@ -144,7 +146,25 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 
 # `"mean"` where ranks share a loader batch: they may have different numbers of samples. It keeps its name, which
 # messages and checkpoints show.
-_MEAN_OVER_SAMPLES = _rule("mean", "n", "n", "sum(n * g) / sum(n) over the samples n of each chunk")
+_MEAN_OVER_SAMPLES = _rule("mean", "n", "n", "sum(n * g) / sum(n)")
+
+
+_MEANINGS = {
+    "g": "the gradient of one micro-batch on one rank",
+    "n": "its weight",
+    "W": "the number of these gradients",
+    "L": "the number of those on its node",
+}
+"""What the letters of the named rules' formulas mean, in the order in which they are explained."""
+
+
+def explained(rule: Rule) -> str:
+    """Return the formula and its letters in words: "gradient = sum(g), where g is the gradient of ..."."""
+    meanings = []
+    for letter, meaning in _MEANINGS.items():
+        if re.search(rf"\b{letter}\b", rule.formula):
+            meanings.append(f"{letter} is {meaning}")
+    return f"gradient = {rule.formula}, where {' and '.join(meanings)}"
 
 
 def rule_of_split_batches(rule: Rule) -> Rule:

@@ -25,7 +25,7 @@ from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.reduction.set_aside import PieceGradients
 from lightning_gradavg.reduction.sharded import ShardedGradients, sharded_options, sharded_rule
 from lightning_gradavg.reduction.window import OpenWindows
-from lightning_gradavg.rules import RULES
+from lightning_gradavg.rules import RULES, explained
 
 __all__ = ["GradAvgModelParallelStrategy"]
 
@@ -72,9 +72,10 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         self._reduction.begin(replace(run, places=tuple(gradients.places)), engine)
         self._termination.configure_ddp(run)
         rank_zero_info(
-            f"{type(self).__name__}: reduction={rule.name!r}, g = {rule.formula};"
+            f"{type(self).__name__}: reduction={rule.name!r}, {explained(rule)};"
             f" {mesh['data_parallel'].size()} data-parallel x {mesh['tensor_parallel'].size()} tensor-parallel"
-            f" ranks ({dist.get_backend()}); windows of {plural(trainer.accumulate_grad_batches, 'micro-batch')}"
+            f" ranks ({dist.get_backend()});"
+            f" {plural(trainer.accumulate_grad_batches, 'micro-batch')} per optimizer step"
         )
 
     def _engine(self, gradients: ShardedGradients) -> Engine:

@@ -53,7 +53,7 @@ from lightning_gradavg.report.part import Reports
 from lightning_gradavg.report.report import StepReport
 from lightning_gradavg.reproducible.engine import Tree
 from lightning_gradavg.reproducible.part import FixedArithmetic
-from lightning_gradavg.rules import RULES, RuleFunction
+from lightning_gradavg.rules import RULES, RuleFunction, explained
 
 __all__ = ["GradAvgStrategy"]
 
@@ -149,6 +149,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         "gradavg": {},
         "gradavg_sum": {"reduction": "sum"},
         "gradavg_weighted": {"reduction": "weighted_mean"},
+        "gradavg_weighted_mean": {"reduction": "weighted_mean"},  # as the option is called
         "gradavg_data_parallel": {"equivalent_to": "data_parallel"},
         "gradavg_single_device": {"equivalent_to": "single_device"},
         "gradavg_spawn": {"start_method": "spawn"},
@@ -435,12 +436,14 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     def _start_line(self) -> str:
         run = self._reduction.run
         rule = self._options.rule
-        global_batch = "unknown" if self.global_batch_size is None else self.global_batch_size
+        global_batch = "global batch of unknown size"
+        if self.global_batch_size is not None:
+            global_batch = f"global batch of {plural(self.global_batch_size, 'sample')}"
         of_parts = "".join(part.describe() for part in self._parts)
         return (
-            f"GradAvgStrategy: reduction={rule.name!r}, g = {rule.formula};"
+            f"GradAvgStrategy: reduction={rule.name!r}, {explained(rule)};"
             f" {plural(len(run.places), 'rank')} on {plural(run.num_nodes, 'node')} ({dist.get_backend()});"
-            f" global batch {global_batch}, windows of {plural(run.loop.accumulation, 'micro-batch')}{of_parts}"
+            f" {global_batch}; {plural(run.loop.accumulation, 'micro-batch')} per optimizer step{of_parts}"
         )
 
     @override

@@ -75,7 +75,7 @@ LOST = "nothing was heard from rank {rank}: lost, killed or stuck"
 
 def errors_if_one_fails(rank: int) -> tuple[str, str]:
     """Return the errors if the user's code raises on one rank: its own, and what the other rank says about it."""
-    error_of_other = f"rank {rank} ended with {OWN_ERROR}"
+    error_of_other = f"rank {rank} failed with {OWN_ERROR}"
     if rank == 0:
         return OWN_ERROR, error_of_other
     return error_of_other, OWN_ERROR
@@ -97,7 +97,7 @@ class End(NamedTuple):
 
 
 ENDS = {
-    "exception": End(fail, OWN_ERROR, 1, f"rank {{rank}} ended with {OWN_ERROR}"),
+    "exception": End(fail, OWN_ERROR, 1, f"rank {{rank}} failed with {OWN_ERROR}"),
     "kill -9": End(kill, "", -9, LOST),
     "SIGSTOP": End(stop, "", None, LOST),
 }
@@ -133,7 +133,7 @@ ONE_RANK_ENDS = {
         {"act": fail, "strategy": {"equivalent_to": "data_parallel", "num_replicas": 4}},
     ),
     "the disk is full while a checkpoint is written": Fault(
-        ("No space left on device", "rank 0 ended with OSError: [Errno 28] No space left on device"),
+        ("No space left on device", "rank 0 failed with OSError: [Errno 28] No space left on device"),
         {"method": "on_save_checkpoint", "act": fill_disk, "rank": 0},
     ),
 }
@@ -224,7 +224,7 @@ COLLECTIVES_AFTER_AN_EXCEPTION = {
 SIGNALS = {
     # All ranks end together, which is nobody's fault.
     "SIGTERM": Fault(on_both("SIGTERMException"), {"act": terminate}, is_logged=False),
-    "Ctrl-C": Fault(("rank 1 ended with KeyboardInterrupt", "SystemExit: 1"), {"act": interrupt}),
+    "Ctrl-C": Fault(("rank 1 failed with KeyboardInterrupt", "SystemExit: 1"), {"act": interrupt}),
     "a rank comes after the timeout": Fault(
         (LOST.format(rank=1), "all ranks say the same"), {"act": be_late}, is_full=True
     ),
@@ -236,34 +236,34 @@ SIGNALS = {
 NO_SAMPLES = "training_step runs the collective c10d::allreduce_, but rank 1 has no samples in this step"
 STEPS = {
     "a collective of a rank without samples, split": Fault(
-        (f"rank 1 ended with RuntimeError: {NO_SAMPLES}", NO_SAMPLES),
+        (f"rank 1 failed with RuntimeError: {NO_SAMPLES}", NO_SAMPLES),
         {"act": sum_over_ranks, "samples": 1, "strategy": {"split_batches": True}},
     ),
     "a collective of a rank without samples, reproducible": Fault(
-        (f"rank 1 ended with RuntimeError: {NO_SAMPLES}", NO_SAMPLES),
+        (f"rank 1 failed with RuntimeError: {NO_SAMPLES}", NO_SAMPLES),
         {"act": sum_over_ranks, "samples": 1, "strategy": {"reproducible": True, "num_replicas": 2}},
     ),
     "None from training_step": Fault(
-        ("rank 1 ended with RuntimeError: training_step returned no loss on rank 1", "nonfinite='skip_step'"),
+        ("rank 1 failed with RuntimeError: training_step returned no loss on rank 1", "nonfinite='skip_step'"),
         {"act": return_none},
     ),
     "None from training_step, where the other rank's gradient is 0": Fault(
-        ("rank 1 ended with RuntimeError: training_step returned no loss on rank 1", "nonfinite='skip_step'"),
+        ("rank 1 failed with RuntimeError: training_step returned no loss on rank 1", "nonfinite='skip_step'"),
         {"act": return_none, "model": Flat},
     ),
     "a rank begins to log where no other does": Fault(
         (
-            "rank 1 ended with RuntimeError: rank 1 begins to log",
+            "rank 1 failed with RuntimeError: rank 1 begins to log",
             "in which nothing is logged on rank 0, and nobody",
         ),
         {"model": Begins, "strategy": {"equivalent_to": "single_device"}},
     ),
     "None from the loader": Fault(
-        ("rank 1 ended with RuntimeError: the train loader yielded None on rank 1", "on rank 1. Lightning skips"),
+        ("rank 1 failed with RuntimeError: the train loader yielded None on rank 1", "on rank 1. Lightning skips"),
         {"method": "on_before_batch_transfer", "act": return_none},
     ),
     "None from the last transfer hook": Fault(
-        ("rank 1 ended with RuntimeError: the train loader yielded None on rank 1", "on rank 1. Lightning skips"),
+        ("rank 1 failed with RuntimeError: the train loader yielded None on rank 1", "on rank 1. Lightning skips"),
         {
             "method": "on_after_batch_transfer",
             "act": return_none,

@@ -20,6 +20,7 @@ from orders import ODD, ORDERS, WHOLE, WORKERS, Augmented, Changing, Graphs, Siz
 from ranks import grid
 from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.data._utils.pin_memory import pin_memory
+from toys import Stream
 
 from lightning_gradavg._support.collectives import World
 from lightning_gradavg.batches.chunks import Chunk, Collated, Split, chunk_bounds, cut_pieces, even_bounds
@@ -203,22 +204,32 @@ def with_attribute(owner: Any, name: str, value: Any) -> Any:
 
 
 OWN, BATCHES = "each rank loads its own samples only", "every rank reads whole batches"
+UNCHANGED = "used unchanged; each batch is a global batch, split into 2 chunks on 2 ranks"
 SAMPLES: Any = torch.arange(4)
 
 READ: list[tuple[Any, bool, str]] = [
     # A loader, whether its batches are those of one process in all that is drawn, and what the log says.
-    (DataLoader(SAMPLES, shuffle=True), False, f"with its BatchSampler and RandomSampler: used as it is.*; {OWN}"),
+    (DataLoader(SAMPLES, shuffle=True), False, f"with its BatchSampler and RandomSampler: {UNCHANGED}; {OWN}"),
     (DataLoader(flagged(Augmented(4))), True, OWN),
     (flagged(DataLoader(Augmented(4))), True, OWN),
-    (DataLoader(flagged(Augmented(4)), collate_fn=list), True, BATCHES),
-    (flagged(Changing(4, 1)), True, BATCHES),
+    (DataLoader(Augmented(4)), True, f"{BATCHES}, so that random .* set draws_no_random_numbers = True.*"),
+    (DataLoader(flagged(Augmented(4)), collate_fn=list), True, f"{BATCHES}, as your collate_fn .*"),
+    (flagged(Changing(4, 1)), True, f"{BATCHES}, as your collate_fn or your loader.*"),
+    (DataLoader(Stream([])), False, f"^DataLoader with its BatchSampler: .*; {BATCHES}, as a stream has no indices.*"),
+    ([SAMPLES], False, f"^list: {UNCHANGED}; {BATCHES}, as only a DataLoader .*"),
 ]
 
 
 @pytest.mark.parametrize(("loader", "whole", "told"), READ)
 def test_the_log_says_how_a_loader_is_read(loader: Any, whole: bool, told: str) -> None:
     """All is read whole that must be so, unless the user says that it draws nothing."""
-    assert re.search(f"{told}$", split(loader, whole=whole).describe())
+    assert re.search(f"{told}$", split(loader, whole=whole, world_size=2).describe())
+
+
+def test_the_log_says_on_one_rank_what_is_done_with_a_loader() -> None:
+    """What a rank reads of a batch is no question there."""
+    told = "list: used unchanged; each batch is a global batch, split into 1 chunk on 1 rank"
+    assert split([SAMPLES]).describe() == told
 
 
 def test_workers_are_seeded_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def test_modules_of_the_folder_are_found(capsys):
         (f"{FIT} --model=nett.Net", ["nett.Net", "No module named 'nett'"]),
         (f"{FIT} {STRATEGY}.reduction=avg", ["avg", "Literal['mean', 'sum', 'weighted_mean'"]),
         (f"{FIT} {STRATEGY}.reductoin=sum", ["reductoin"]),
-        (f"{FIT} {STRATEGY}.num_replicas=4", ["num_replicas=4", "cuts the chunks of split_batches=True"]),
+        (f"{FIT} {STRATEGY}.num_replicas=4", ["num_replicas=4", "requires split_batches=True"]),
         (f"{FIT} --trainer.strategy=gradavgs", ["gradavgs", "invalid strategy name"]),
         (f"{FIT} --trainer.devices=0", ["0", "devices"]),
         ("fit", [UNNAMED]),
@@ -87,6 +87,16 @@ def test_a_wrong_value_is_one_line(capsys, given, parts):
     assert (printed.out, []) == ("", [text for text in before if re.search(r"usage|Traceback|error", text)])
     assert re.match(rf"gradavg( {given.split()[0]})?: error: ", line)
     assert all(part in line for part in parts)
+
+
+def test_without_a_command_one_line_says_what_to_do_next(capsys):
+    assert main([]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert line.startswith("gradavg: error: a command is missing.")
+    assert "'gradavg verify train.py:Net'" in line
+    assert "'gradavg --help'" in line
 
 
 def test_a_fault_of_the_module_keeps_its_trace():

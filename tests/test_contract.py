@@ -121,7 +121,7 @@ def test_the_names():
         " average_gradients gather global_mean split_batches verify"
     )
     assert words(expected) == sorted(package.__all__)
-    of_loops = "gradavg gradavg_fork gradavg_notebook gradavg_spawn gradavg_sum gradavg_weighted"
+    of_loops = "gradavg gradavg_fork gradavg_notebook gradavg_spawn gradavg_sum gradavg_weighted gradavg_weighted_mean"
     of_trainer = "gradavg_data_parallel gradavg_model_parallel gradavg_single_device lightning_gradavg.gradavgstrategy"
     registered = {name for name in StrategyRegistry if "gradavg" in name}
     assert {*words(of_loops), *words(of_trainer)} == registered

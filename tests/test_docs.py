@@ -61,6 +61,24 @@ def test_python_blocks_run(block: re.Match[str], tmp_path: Path) -> None:
     assert 0 == code, printed
 
 
+@pytest.mark.full
+def test_the_fabric_snippet_has_the_same_weights_on_more_devices(tmp_path: Path) -> None:
+    """As its comment says: the snippet prints the same line on 1 device and on 2."""
+    (snippet,) = [
+        block[2]
+        for block in PYTHON.finditer((ROOT / "docs/frameworks.md").read_text("utf-8"))
+        if "import Fabric" in block[2]
+    ]
+    printed_weights = []
+    for devices in (1, 2):
+        script = tmp_path / f"on_{devices}.py"
+        script.write_text(snippet.replace("devices=1,", f"devices={devices},"), "utf-8")
+        code, printed = run_script(script)
+        assert 0 == code, printed
+        printed_weights.append(re.findall(r"^tensor\(.*", printed, re.MULTILINE))
+    assert printed_weights[0] == printed_weights[1] != []
+
+
 def test_every_python_block_is_found() -> None:
     assert len(BLOCKS) == sum(page.read_text("utf-8").count("```py") for page in PAGES) > 10
 

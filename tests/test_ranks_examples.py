@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from nbclient import NotebookClient
+from ranks import run_script
 
 from examples.demo import runs, same_bits
 from examples.demo.report import TaskResult
@@ -93,6 +95,14 @@ def test_started_as_its_docstring_says(tmp_path, name):
     by_torchrun = name in PACKAGES and package != "ray"
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2") if by_torchrun else ()
     assert_true(name, started(*launcher, EXAMPLES / f"{name}.py", folder=tmp_path))
+
+
+def test_without_its_launcher_an_example_says_how_to_start_it(tmp_path, monkeypatch):
+    """In one line; torch's own error about a missing RANK is a traceback."""
+    monkeypatch.delenv("RANK", raising=False)
+    script = Path(shutil.copy(EXAMPLES / "plain_pytorch.py", tmp_path))
+    code, printed = run_script(script)
+    assert (code, printed) == (1, "Start this example by: torchrun --nproc-per-node 2 examples/plain_pytorch.py\n")
 
 
 # LightningCLI of lightning 2.6 calls an old API of jsonargparse 4.53.

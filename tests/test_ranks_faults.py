@@ -233,7 +233,7 @@ def test_ranks_answer_slurm_together(world, tmp_path):
     assert "requeue 7\n" == (tmp_path / "queued").read_text()
 
 
-LOGGED = re.compile(r"^GradAvgStrategy: (?:rank \d ended|nothing was heard)", re.MULTILINE)
+LOGGED = re.compile(r"^GradAvgStrategy: (?:rank \d failed with|nothing was heard)", re.MULTILINE)
 
 
 def make_parameters_of_faults() -> list[Any]:

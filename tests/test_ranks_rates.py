@@ -265,7 +265,9 @@ def test_monitors_and_the_start_line_show_the_effective_rate(world, how):
         for name in ("lr-SGD/pg1", "gradavg/lr/group_0", *([] if how == "manual" else ["logged"])):
             expected = [0.1, 0.1, 0.2, 0.3, 0.3, 0.3] if name == "lr-SGD/pg1" else [0.1, 0.2, 0.3, 0.3]
             assert [approx(lr, 1e-6) for lr in expected] == [row[name] for row in rows if name in row], name
-        assert line.endswith("; scale 3, learning rate x 3, at first 0.3, 0.03"), line
+        assert line.endswith(
+            "; global batch / base batch = 3, so learning rate x 3 after 2 warm-up steps, now 0.3, 0.03"
+        ), line
 
 
 def find_then_fit(folder: str, tells: bool) -> Any:

@@ -58,7 +58,7 @@ def test_the_report_of_uneven_batches(world):
     assert ((3, 1), (3, 1), 4) == (report.weights, report.samples, report.normalizer)
     assert str(again) == str(report)
     assert [
-        "step 0: reduction='weighted_mean', g = sum(n * g) / sum(n), 2 ranks",
+        "step 0: reduction='weighted_mean', gradient = sum(n * g) / sum(n), 2 ranks",
         "  loss                  3.75",
         "  weights               3, 1",
         "  multipliers           3, 1",

@@ -551,8 +551,8 @@ def test_a_rank_that_ends_alone_saves_nothing(tmp_path, act, rank, named, keep, 
     assert kept == sorted(path.name for path in tmp_path.iterdir())
     for path in tmp_path.iterdir():
         assert 2 == torch.load(path, weights_only=True)["global_step"]
-    assert f"rank {rank} ended with {named}" in ends[1 - rank].said
-    assert "ended with" not in ends[rank].said
+    assert f"rank {rank} failed with {named}" in ends[1 - rank].said
+    assert "failed with" not in ends[rank].said
 
 
 def test_a_resumed_loader_that_saves_at_once_saves_what_it_has_loaded():

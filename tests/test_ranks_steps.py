@@ -204,6 +204,10 @@ def misspelt(module: Any, batch: Tensor) -> Any:
     return {"loss": mean_loss(module, batch), ("weight", "weights")[dist.get_rank()]: 1}
 
 
+def misspelt_on_all_ranks(module: Any, batch: Tensor) -> Any:
+    return {"loss": mean_loss(module, batch), "weights": 1}
+
+
 def silent(module: Any, batch: Tensor) -> Tensor | None:
     again = batch is getattr(module, "before", None)
     module.before = batch
@@ -423,6 +427,9 @@ RUNS: dict[str, Run] = {
     "a misspelt weight": Run(
         partial(Stepped, misspelt), [[[1.0]], [[2.0]]], "the result of training_step has 'weights': call it \"weight\""
     ),
+    "a misspelt weight on all ranks": Run(
+        partial(Stepped, misspelt_on_all_ranks), [[[1.0]], [[2.0]]], "cannot be applied: the result of training_step"
+    ),
     "a step that reads its batches": Run(
         partial(Iterates, weight=lambda batch, _: len(batch)), [[[1.0, 2.0], [3.0]], [[4.0], [5.0]]], [7 / 3, 4.0]
     ),
@@ -523,11 +530,14 @@ def train_mixed(rows: Any, precision: str, scale: float | None) -> Seen:
     return train(rows, None, WEIGHTED, module=MIXED, plugins=[plugin], accumulate_grad_batches=len(rows[0]))
 
 
-def test_the_first_line_names_a_misspelt_weight_once(world):
+@pytest.mark.parametrize(
+    ("name", "where"), [("a misspelt weight", " on rank 1"), ("a misspelt weight on all ranks", "")]
+)
+def test_the_first_line_names_a_misspelt_weight_once(world, name, where):
     """The log shows the first line of an error alone, and a cause that all ranks share is not repeated for each."""
     problem = "the result of training_step has 'weights': call it \"weight\""
-    for raised in world(2).run_expecting_errors(train_run, "a misspelt weight"):
-        assert f"reduction='weighted_mean' cannot be applied: {problem}." == raised.message
+    for raised in world(2).run_expecting_errors(train_run, name):
+        assert f"reduction='weighted_mean' cannot be applied{where}: {problem}." == raised.message
 
 
 @pytest.mark.parametrize("window", [1, 2])

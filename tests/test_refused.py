@@ -23,7 +23,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from toys import Toy, make_loader
 
-from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, Share
+from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, Share, fabric
 from lightning_gradavg._lightning.options import PRESETS
 from lightning_gradavg.rules import RULES
 
@@ -50,7 +50,7 @@ REPRODUCIBLE: dict[str, Any] = {"reproducible": True, "num_replicas": 2}
 RULE_NAMES = "'mean', 'sum', 'weighted_mean', 'normalized_sum'"
 SCALING_NAMES = "'none', 'linear', 'sqrt', 'adam_sde'"
 PRESET_NAMES = "'data_parallel', 'single_device', None"
-NOT_SPLIT = "the chunks of split_batches=True, not set here"
+NOT_SPLIT = "requires split_batches=True. Set it, or"
 
 # fmt: off
 REFUSED: list[Refusal] = [
@@ -82,7 +82,7 @@ REFUSED: list[Refusal] = [
     Refusal({"num_replicas": 2.5}, TypeError, ["num_replicas=2.5", "give int or None"]),
     Refusal({"num_replicas": True}, TypeError, ["num_replicas=True", "give int or None"]),
     Refusal({"num_replicas": 4}, ValueError,
-            ["num_replicas=4", NOT_SPLIT, "Set it, or choose the loader's batch_size"]),
+            ["num_replicas=4", NOT_SPLIT, "reproducible=True", "equivalent_to='data_parallel'"]),
     Refusal({"split_batches": "false"}, TypeError, ["split_batches='false'", "give bool or None"]),
     Refusal({"max_device_batch_size": 4}, ValueError,
             ["max_device_batch_size=4", NOT_SPLIT, "accumulate_grad_batches"]),
@@ -96,7 +96,8 @@ REFUSED: list[Refusal] = [
     Refusal({**SPLIT, "base_world_size": 2}, ValueError, ["base_world_size=2 says nothing", "Give base_batch_size"]),
     Refusal({"base_world_size": None}, TypeError, ["base_world_size=None", "give int"]),
     Refusal({"lr_scaling": "linear", "lr_warmup_steps": -1}, ValueError, ["lr_warmup_steps=-1", "must be 0 or more"]),
-    Refusal({"lr_warmup_steps": 10}, ValueError, ["lr_warmup_steps=10", "lr_scaling='none'", "Choose an lr_scaling"]),
+    Refusal({"lr_warmup_steps": 10}, ValueError,
+            ["lr_warmup_steps=10", "needs an lr_scaling other than 'none'", "scheduler"]),
     # Faults, and the same bits.
     Refusal({"nonfinite": "drop_rank"}, ValueError, ["'drop_rank' is not one of 'propagate', 'raise', 'skip_step'"]),
     Refusal({**REPRODUCIBLE, "nonfinite": "raise"}, ValueError,
@@ -187,6 +188,8 @@ def train_with_monitor_and_other_strategy() -> None:
 
 # fmt: off
 CALLS: list[RefusedCall] = [
+    RefusedCall(lambda: fabric.GradAvgStrategy(option=1), TypeError,
+                "option=1 is not an option of GradAvgStrategy for Fabric. It has reduction, split_batches, "),
     RefusedCall(make_strategy_by_position, TypeError,
                 "takes its options by name, such as reduction='sum'; got ('sum',)"),
     RefusedCall(lambda: GradAvgMonitor(every_n_steps=0), ValueError,

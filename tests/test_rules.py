@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from case_parts import root
 
 from lightning_gradavg._support.place import Place
-from lightning_gradavg.rules import RULES, Rule, Share, resolve_rule, share_of
+from lightning_gradavg.rules import RULES, Rule, Share, explained, resolve_rule, share_of
 
 ROOT = resolve_rule(root)
 
@@ -31,3 +33,11 @@ def test_names_and_functions_are_rules() -> None:
         assert (name, True) == (rule.name, "sum(" in rule.formula)
     assert {"weighted_mean", "normalized_sum"} == {rule.name for rule in RULES.values() if rule.uses_weight}
     assert ("root", True, True) == (ROOT.name, ROOT.uses_weight, "root" in ROOT.formula)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_the_start_line_explains_every_letter_of_a_formula(rule):
+    letters = re.findall(r"\b[a-zA-Z]\b", rule.formula)
+    assert letters
+    for letter in letters:
+        assert f"{letter} is " in explained(rule)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,14 +147,19 @@ def _refuse_under_reproducible(options: Mapping[str, Any]) -> None:
 
 def _refuse_cuts(options: Mapping[str, Any], preset: str | None, *, splits: bool) -> None:
     """Refuse cuts of batches that are not split, and cuts of replicas."""
-    for name in ("max_device_batch_size", "num_replicas"):
-        value = options[name]
-        if value is not None and not splits:
-            raise ValueError(
-                f"{name}={value} cuts the chunks of split_batches=True, not set here. Set it, or choose the loader's"
-                " batch_size and accumulate_grad_batches yourself."
-            )
-    most, num_replicas = options["max_device_batch_size"], options["num_replicas"]
+    most = options["max_device_batch_size"]
+    num_replicas = options["num_replicas"]
+    if most is not None and not splits:
+        raise ValueError(
+            f"max_device_batch_size={most} requires split_batches=True. Set it, or choose the loader's batch_size and"
+            " accumulate_grad_batches yourself."
+        )
+    if num_replicas is not None and not splits:
+        raise ValueError(
+            f"num_replicas={num_replicas} requires split_batches=True. Set it, or one of the options that set it:"
+            " reproducible=True for the same bits on any number of ranks, equivalent_to='data_parallel' for the run of"
+            " nn.DataParallel."
+        )
     if most is not None and (num_replicas is not None or preset == _DATA_PARALLEL):
         raise ValueError(
             f"max_device_batch_size={most} cuts the replicas of num_replicas={num_replicas}, each of which is one"
@@ -207,9 +212,9 @@ class StrategyFacts:
     samples: float | None = None
 
 
-def refuse_unserved(owner: str, options: Mapping[str, object], *engines: type) -> None:
-    """Raise a TypeError about the first option that no constructor of some engines has."""
-    known = ["reduction"]
+def refuse_unserved(owner: str, own: Sequence[str], options: Mapping[str, object], *engines: type) -> None:
+    """Raise a TypeError about the first option that is none of the owner's `own`, and none of its engines'."""
+    known = list(own)
     for engine in engines:
         for name in inspect.signature(engine).parameters:
             if name != "kwargs" and name not in SET_BY_STRATEGIES:

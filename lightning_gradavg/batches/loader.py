@@ -52,6 +52,7 @@ from lightning_gradavg._lightning.loaders import (
     user_loader,
 )
 from lightning_gradavg._support.collectives import Contribution, World
+from lightning_gradavg._support.text import plural
 from lightning_gradavg._support.tree import batch_samples
 from lightning_gradavg.batches.chunks import Collated, PartCollator, Split, cut_out
 from lightning_gradavg.batches.order import BatchRecord, LoaderState, Order, SharedIndices
@@ -184,17 +185,38 @@ class SplitLoader(LoaderWrapper):
 
     def describe(self) -> str:
         """Return one line that says what is done with the loader."""
-        samplers = " and ".join(type(sampler).__name__ for sampler in loader_samplers(self.loader))
+        names = [type(sampler).__name__ for sampler in loader_samplers(self.loader)]
+        # A name such as torch's `_InfiniteConstantSampler`, of a stream, tells a user nothing.
+        public_names = [name for name in names if not name.startswith("_")]
         with_samplers = ""
-        if samplers:
-            with_samplers = f" with its {samplers}"
-        reads = "each rank loads its own samples only"
-        if self._indices is None:
-            reads = "every rank reads whole batches"
+        if public_names:
+            with_samplers = f" with its {' and '.join(public_names)}"
+        chunks = plural(self.split.chunks, "chunk")
+        ranks = plural(self.split.world_size, "rank")
+        reads = ""
+        if self.split.world_size > 1:
+            reads = f"; {self._describe_reading()}"
         return (
-            f"{type(self.loader).__name__}{with_samplers}: used as it is, its batches are"
-            f" the global batches, in {self.split.chunks} chunks on {self.split.world_size} ranks; {reads}"
+            f"{type(self.loader).__name__}{with_samplers}: used unchanged; each batch is a global batch, split into"
+            f" {chunks} on {ranks}{reads}"
         )
+
+    def _describe_reading(self) -> str:
+        """Return what a rank reads of each batch, and why. The cases are those of `_is_read_in_parts`."""
+        loader = self.loader
+        if self._indices is not None:
+            return "each rank loads its own samples only"
+        whole = "every rank reads whole batches"
+        if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
+            return f"{whole}, as only a DataLoader that makes batches by indices can load a part of one"
+        if isinstance(loader.dataset, IterableDataset):
+            return f"{whole}, as a stream has no indices by which a rank could load its own samples only"
+        if loader.collate_fn is default_collate and _iterates_as_torch(loader):
+            return (
+                f"{whole}, so that random numbers are drawn as in one process. If loading draws none, set"
+                " draws_no_random_numbers = True on the dataset, and each rank loads its own samples only"
+            )
+        return f"{whole}, as your collate_fn or your loader's __iter__ may depend on the whole batch"
 
 
 def _is_read_in_parts(loader: object, split: Split) -> bool:
@@ -296,8 +318,8 @@ def split_batches(loader: Any, *, group: dist.ProcessGroup | None = None) -> Spl
 
     Every rank gets its contiguous chunk, in the order of one process. Chunks differ by at most one sample: 4 on 3 ranks
     are 2, 1 and 1. Samplers are used unchanged, with the random state of rank 0. A rank loads only its own samples. If
-    a batch has fewer samples than there are ranks, a rank that gets none has a sample of another rank, to take part in
-    the backward, and `samples` of the returned loader is 0: the weight of that batch.
+    a batch has fewer samples than there are ranks, a rank that gets none has a stand-in, the first samples of
+    that batch, to take part in the backward, and `samples` of the returned loader is 0: the weight of that batch.
 
     Creating the loader and iterating over it are collective operations.
 

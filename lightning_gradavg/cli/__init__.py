@@ -21,6 +21,11 @@ _COMMANDS = {
 }
 _OWN_COMMANDS = ("plan", "verify")
 """Commands of this package. The others are subcommands of LightningCLI."""
+_NEXT = (
+    "To compare your run with one process: 'gradavg verify train.py:Net', with the name of your LightningModule; all"
+    " commands: 'gradavg --help'"
+)
+"""What somebody does next who has named no command."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -46,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "--version":
         print(f"gradavg {sys.modules['lightning_gradavg'].__version__}")  # imported, but above this folder
         return 0
+    if not argv:
+        print(f"gradavg: error: a command is missing. {_NEXT}", file=sys.stderr)
+        return 2
     if command not in _COMMANDS:
         print(f"gradavg: error: {command!r} is not a command; choose from {', '.join(_COMMANDS)}", file=sys.stderr)
         return 2
@@ -68,5 +76,6 @@ def _help() -> str:
     lines = ["usage: gradavg COMMAND [options]", "", "commands:"]
     for name, text in _COMMANDS.items():
         lines.append(f"  {name:10} {text}")
-    lines += ["", "'gradavg COMMAND --help' lists its options, 'gradavg --version' prints the version."]
+    lines += ["", "Start with 'gradavg verify train.py:Net', where Net is the LightningModule in your train.py."]
+    lines += ["'gradavg COMMAND --help' lists its options, 'gradavg --version' prints the version."]
     return "\n".join(lines)

@@ -121,7 +121,7 @@ class FailureReports:
         for rank, report in reports.items():
             _, _, error = report.partition(" ")  # without the step
             if not error.startswith(_BROKEN):
-                texts.append(f"rank {rank} ended with {error}")
+                texts.append(f"rank {rank} failed with {error}")
         silent = [rank for rank in range(self._world.size) if rank not in reports]
         if silent:
             texts.append(f"nothing was heard from {listed_ranks(silent)}: lost, killed or stuck")

@@ -134,7 +134,7 @@ class Faults(Part):
         if is_first:
             line = reports_of_others
             if line is None:
-                text = f"rank {dist.get_rank()} ended with {type(exception).__name__}: {exception}"
+                text = f"rank {dist.get_rank()} failed with {type(exception).__name__}: {exception}"
                 line, _, _ = text.partition("\n")
             _log.error("GradAvgStrategy: %s", line)
         return reports_of_others

@@ -15,6 +15,7 @@ from lightning_gradavg._lightning.internals import finds_learning_rate
 from lightning_gradavg._lightning.methods import replaced
 from lightning_gradavg._lightning.options import Options
 from lightning_gradavg._lightning.part import Part, Saved
+from lightning_gradavg._support.text import plural
 from lightning_gradavg.rates.groups import ScaledGroups
 from lightning_gradavg.rates.scaling import (
     BatchScale,
@@ -92,10 +93,12 @@ class Rates(Part):
         self._allow_change = allow_change
         self.scales = self._scaling.name != "none"
         self._may_differ = stock and not self.scales
-        if lr_warmup_steps < 0 or (lr_warmup_steps > 0 and not self.scales):
+        if lr_warmup_steps < 0:
+            raise ValueError(f"lr_warmup_steps={lr_warmup_steps} must be 0 or more.")
+        if lr_warmup_steps > 0 and not self.scales:
             raise ValueError(
-                f"lr_warmup_steps={lr_warmup_steps} must be 0 or more, and 0 with lr_scaling='none', which has nothing"
-                " to warm up to. Choose an lr_scaling, or warm up with a scheduler."
+                f"lr_warmup_steps={lr_warmup_steps} needs an lr_scaling other than 'none'. Choose one, or warm up with"
+                " a scheduler."
             )
         self._measure_batch([1], accumulation=1, world_size=1)  # only for its errors
 
@@ -350,4 +353,10 @@ class Rates(Part):
             return ""
         distinct_rates = dict.fromkeys(self.learning_rates())
         rates = ", ".join(f"{rate:g}" for rate in distinct_rates)
-        return f"; scale {self.batch.scale:g}, learning rate x {self.lr_scale:g}, at first {rates}"
+        warmup = ""
+        if self._warmup_steps > 0:
+            warmup = f" after {plural(self._warmup_steps, 'warm-up step')}"
+        return (
+            f"; global batch / base batch = {self.batch.scale:g}, so learning rate x {self.lr_scale:g}{warmup},"
+            f" now {rates}"
+        )

@@ -30,7 +30,7 @@ _RULES = ("mean", "sum", "weighted_mean", "normalized_sum")
 
 def sharded_rule(reduction: str, options: Mapping[str, object], engine: type) -> Rule:
     """Return the rule that `reduction` names, after refusing options that the engine does not have."""
-    refuse_unserved("GradAvgModelParallelStrategy", options, engine)
+    refuse_unserved("GradAvgModelParallelStrategy", ("reduction",), options, engine)
     rule = resolve_rule(reduction)
     if rule.name not in _RULES:
         raise ValueError(

@@ -111,7 +111,7 @@ class StepReport:
             "learning rates": self.learning_rates,
         }
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
-        lines = [f"step {self.step}: reduction={self.rule!r}, g = {self.formula}, {ranks}"]
+        lines = [f"step {self.step}: reduction={self.rule!r}, gradient = {self.formula}, {ranks}"]
         width = max(len(name) for name in rows)
         for name, values in rows.items():
             text = ", ".join(_text(value) for value in values)
