@@ -62,7 +62,7 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
     | phase | begins with | `training_step` |
     |---|---|---|
     | NO_TRAINING | `on_train_end` or `teardown` | is that of the engine |
-    | BETWEEN_BATCHES | `on_train_start`, a batch arrives or ends, an epoch ends | is that of the engine: a user's own call |
+    | BETWEEN_BATCHES | `on_train_start`, a batch arrives or ends, an epoch ends | the engine's: a user's own call |
     | ON_BATCH | `on_train_batch_start`, which comes after the user's hooks of that name | weighs its losses |
     """
 

@@ -74,9 +74,9 @@ AGREES_ON_SIGTERM = hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor")
 NEEDS_AGREEMENT = pytest.mark.skipif(
     not AGREES_ON_SIGTERM, reason="Lightning 2.6 brought that all ranks end when one gets SIGTERM"
 )
-SHARDS_ON_CPU = torch.__version__ >= "2.6"
-"""Whether FSDP2 of this torch runs on the CPU; before, it asks for CUDA's streams. 2.6 also made it public."""
-NEEDS_SHARDS_ON_CPU = pytest.mark.skipif(not SHARDS_ON_CPU, reason="FSDP2 of a torch before 2.6 needs CUDA")
+SHARDS_ON_CPU = torch.__version__ >= "2.7"
+"""Whether FSDP2 of this torch runs on the CPU: those of 2.4.1 and 2.6.0 ask for CUDA's streams."""
+NEEDS_SHARDS_ON_CPU = pytest.mark.skipif(not SHARDS_ON_CPU, reason="FSDP2 of a torch before 2.7 needs CUDA")
 PRELOAD = ("torch", "numpy", "pytest", "lightning.pytorch", "lightning_gradavg", "ranks")
 
 

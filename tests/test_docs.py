@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
+from lightning.pytorch import callbacks
 from lightning.pytorch.strategies import StrategyRegistry
-from ranks import run_script
+from ranks import NEEDS_SAVE_ON_EXCEPTION, NEEDS_SHARDS_ON_CPU, run_script
 from sphinx.search.en import SearchEnglish
 from structure import JOURNEYS, travel
 
@@ -40,8 +41,26 @@ def find_blocks() -> list[Any]:
     parameters = []
     for page in PAGES:
         for block in PYTHON.finditer(page.read_text("utf-8")):
-            parameters.append(pytest.param(block, id=f"{page.name}:{lines_before(block)}"))
+            parameters.append(pytest.param(block, id=f"{page.name}:{lines_before(block)}", marks=marks_of(block)))
     return parameters
+
+
+# A block with one of these words needs a release that is newer than the oldest ones supported.
+NEWER = {
+    "fully_shard": NEEDS_SHARDS_ON_CPU,
+    "save_on_exception": NEEDS_SAVE_ON_EXCEPTION,
+    "import WeightAveraging": pytest.mark.skipif(
+        not hasattr(callbacks, "WeightAveraging"), reason="Lightning 2.6 brought WeightAveraging"
+    ),
+}
+
+
+def marks_of(block: re.Match[str]) -> list[pytest.MarkDecorator]:
+    """Return the marks that skip a block on older releases."""
+    no_run, text = block.groups()
+    if no_run:
+        return []
+    return [mark for word, mark in NEWER.items() if word in text]
 
 
 BLOCKS = find_blocks()

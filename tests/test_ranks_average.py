@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from ranks import Raised, on_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradavg.reduction import average
@@ -161,7 +162,11 @@ def test_groups_smaller_than_the_world():
 
 
 def dtensor(model: nn.Module) -> list[Tensor]:
-    from torch.distributed.tensor import DeviceMesh, distribute_tensor  # noqa: PLC0415  # slow to import
+    # Slow to import. Torch 2.4 has `distribute_tensor` elsewhere.
+    try:
+        from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415
+    except ImportError:
+        from torch.distributed._tensor import distribute_tensor  # noqa: PLC0415
 
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
     return [nn.Parameter(distribute_tensor(torch.zeros(2), mesh))]

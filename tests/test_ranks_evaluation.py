@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.apply_func import apply_to_collection
+from lightning_utilities.core.imports import RequirementCache
 from orders import Sized
 from ranks import covering, grid, group_of, make_trainer, on_ranks
 from torch import nn
@@ -298,7 +299,23 @@ ROWS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "sizes", "what", "world_size", "options"), ROWS)
+def make_parameters_of_rows() -> list[Any]:
+    """Return a parameter of pytest for every row of ROWS."""
+    parameters = []
+    for kind, sizes, what, world_size, options in ROWS:
+        marks = []
+        if kind == "custom" and what == "fit":
+            marks.append(ANY_BATCH_SAMPLER)
+        parameters.append(pytest.param(kind, sizes, what, world_size, options, marks=marks))
+    return parameters
+
+
+ANY_BATCH_SAMPLER = pytest.mark.skipif(
+    not RequirementCache("lightning>=2.6"), reason="Lightning 2.5 fits with no batch sampler that has no `sampler`"
+)
+
+
+@pytest.mark.parametrize(("kind", "sizes", "what", "world_size", "options"), make_parameters_of_rows())
 def test_every_sample_once_and_every_value_that_of_one_process(world, kind, sizes, what, world_size, options):
     ranks = world(world_size).run(run, kind, sizes, what, **options)
     (alone,) = world(1).run(run, kind, sizes, what, alone=True, **options)

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from nbclient import NotebookClient
-from ranks import run_script
+from ranks import NEEDS_SHARDS_ON_CPU, run_script
 
 from examples.demo import runs, same_bits
 from examples.demo.report import TaskResult
@@ -75,8 +76,19 @@ def assert_true(name, printed):
     assert max(ours.values()) < 1e-6  # float32, added up in another order
 
 
+def make_parameters_of_examples() -> list[Any]:
+    """Return a parameter of pytest for every example that runs on two ranks."""
+    parameters = []
+    for name in [*ALONE, "plain_pytorch"]:
+        marks = []
+        if name == "sharded":
+            marks.append(NEEDS_SHARDS_ON_CPU)
+        parameters.append(pytest.param(name, marks=marks))
+    return parameters
+
+
 @pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders")  # stock DDP repeats some
-@pytest.mark.parametrize("name", [*ALONE, "plain_pytorch"])
+@pytest.mark.parametrize("name", make_parameters_of_examples())
 def test_two_ranks_are_one_process(world, name):
     """Rank 0 prints it; the other rank takes part."""
     (*first, printed), second = world(2).run(ran, name)

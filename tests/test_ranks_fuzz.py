@@ -29,6 +29,7 @@ from case_parts import (
     root,
 )
 from cases import Case
+from ranks import SHARDS_ON_CPU
 from test_ranks_cases import WAY_OF, Grads, expected_gradients
 
 from lightning_gradavg.batches.chunks import even_bounds
@@ -121,6 +122,8 @@ class Drawn:
 
     def _draw_way_and_rule(self, draw: random.Random) -> None:
         self.way = draw.choice([*WAYS, *["automatic"] * 3, *["split"] * 3])
+        if self.way == "sharded" and not SHARDS_ON_CPU:
+            self.way = "automatic"
         rules: Sequence[Any] = [*RULES, root, halved]
         if self.way == "split":
             rules = [*RULES]

@@ -38,7 +38,7 @@ from lightning_gradavg import GradAvgModelParallelStrategy, global_mean
 from lightning_gradavg.fabric import GradAvgModelParallelStrategy as OfFabricSharded
 
 if not SHARDS_ON_CPU:
-    pytest.skip("FSDP2 of a torch before 2.6 needs CUDA", allow_module_level=True)
+    pytest.skip("FSDP2 of a torch before 2.7 needs CUDA", allow_module_level=True)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 pytestmark = IGNORE_UNUSED_PARAMETERS

@@ -485,7 +485,7 @@ RUNS |= {
 
 
 NEEDS_COMPLEX_IN_DDP = pytest.mark.skipif(
-    torch.__version__ < "2.6", reason="DDP of an older torch cannot broadcast complex parameters over gloo"
+    torch.__version__ < "2.7", reason="DDP of an older torch cannot broadcast complex parameters over gloo"
 )
 
 
@@ -674,7 +674,7 @@ def count_reductions(reduction: str | None, micro_batches: int, window: int) -> 
 
 
 @pytest.mark.skipif(
-    torch.__version__ < "2.6", reason="the profiler of an older torch records no shapes of gloo's events"
+    torch.__version__ < "2.7", reason="the profiler of an older torch records no shapes of gloo's events"
 )
 @pytest.mark.parametrize(("reduction", "window"), [("sum", 1), ("weighted_mean", 3)])
 def test_number_of_collectives(world, reduction, window):

@@ -4,7 +4,7 @@ No public interface offers these. No other file may touch one (ruff's SLF001 and
 comment `Private:` names what is touched, the releases in which it was read, and what happens if a release drops it:
 
     L  lightning 2.5.0 and 2.6.6
-    T  torch 2.4.0 and 2.13.0
+    T  torch 2.4.1 and 2.13.0
     M  torchmetrics 1.4.0 and 1.9.0
 
 Names without an underscore are listed where Lightning documents them nowhere.
@@ -595,10 +595,17 @@ def buckets_of(tensors: Sequence[Tensor], size: int) -> list[list[Tensor]]:
     return [[tensors[index] for index in indices_of_bucket] for indices_of_bucket in indices]
 
 
+# Older torch (2.4 and 2.6) gives a tensor without elements the shape (0,), into which `_foreach_copy_` copies nothing.
+_KEEPS_EMPTY_SHAPES = torch._C._nn.unflatten_dense_tensors(torch.empty(0), [torch.empty(0, 1)])[0].shape == (0, 1)
+
+
 def views_of(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return the parts of a flat tensor in the shapes of others."""
     # Private: `torch._C._nn.unflatten_dense_tensors` (T). Without it `average_gradients` and `reproducible` fail.
-    return list(torch._C._nn.unflatten_dense_tensors(flat, list(like)))
+    views = torch._C._nn.unflatten_dense_tensors(flat, list(like))
+    if _KEEPS_EMPTY_SHAPES:
+        return list(views)
+    return [view.view(tensor.shape) for view, tensor in zip(views, like, strict=True)]
 
 
 def copy_each(destinations: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
