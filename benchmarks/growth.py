@@ -435,7 +435,13 @@ def _draw_costs(results: Sequence[Result], across: str, panels: str, file: Path)
     """Draw one panel for each value of the field `panels`; `across` is the field of the horizontal axis."""
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    values = sorted({getattr(result, panels) for result in results})
+    values = []
+    for value in sorted({getattr(result, panels) for result in results}):
+        # A panel with a single point shows no growth.
+        if len({getattr(result, across) for result in results if getattr(result, panels) == value}) > 1:
+            values.append(value)
+    if not values:
+        return
     windows = sorted({result.window for result in results})
     figure = Figure(figsize=(3.1 * len(values), 3.2), layout="constrained", facecolor="white")
     axes = figure.subplots(1, len(values), sharey=True, squeeze=False)[0]
