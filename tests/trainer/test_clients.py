@@ -1,0 +1,79 @@
+"""Models of other libraries, as these ship them, train on several ranks as on one process.
+
+The scripts of tests/clients/ run as a user runs them: Lightning starts the ranks. Install the libraries beside the
+package, `pip install chemprop`, and run `pytest -m '' tests/trainer/test_clients.py`.
+docs/frameworks.md has the releases that were tried.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+TOLERANCE = 1e-6  # relative; in float64
+
+
+class Client(NamedTuple):
+    """A model of a library, and the strategy that fits it."""
+
+    library: str
+    # The script in tests/clients/, and its arguments after the number of devices and the output.
+    script: str
+    arguments: tuple[str, ...]
+    # Logged values that are those of rank 0: the step of a metric object, which torchmetrics reduces once per epoch.
+    of_rank_zero: tuple[str, ...] = ()
+
+
+CLIENTS = [
+    Client("chemprop", "chemprop_mpnn", (), ("train_loss_step",)),
+    Client("chemprop", "chemprop_mpnn", ("--ragged",), ("train_loss_step",)),
+]
+
+
+def result(client: Client, devices: int, folder: Path) -> dict[str, Any]:
+    """Train on so many processes, and return what rank 0 saved."""
+    output = folder / f"{devices}.pt"
+    script = ROOT / "tests" / "clients" / f"{client.script}.py"
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), str(devices), str(output), *client.arguments]
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    saved: dict[str, Any] = torch.load(output)
+    return saved
+
+
+def assert_equal(expected: dict[str, Any], found: dict[str, Any], of_rank_zero: tuple[str, ...]) -> None:
+    """Compare each weight by its largest element, each logged value and the number of steps."""
+    assert expected["steps"] == found["steps"]
+    assert expected["weights"].keys() == found["weights"].keys()
+    for name, weight in expected["weights"].items():
+        torch.testing.assert_close(
+            found["weights"][name],
+            weight,
+            rtol=0,
+            atol=TOLERANCE * weight.abs().max().item() if weight.numel() > 0 else 0,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+    assert expected["logged"].keys() == found["logged"].keys()
+    for name, value in expected["logged"].items():
+        if name not in of_rank_zero:
+            assert pytest.approx(value, rel=TOLERANCE) == found["logged"][name], name
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: " ".join([client.script, *client.arguments]))
+def test_a_librarys_own_model_trains_as_on_one_process(client, tmp_path):
+    """Model, loss, loader and optimizer are the library's."""
+    pytest.importorskip(client.library, reason="a library that need not be installed: see the module's docstring")
+    expected = result(client, 1, tmp_path)
+    for devices in (2, 3):
+        assert_equal(expected, result(client, devices, tmp_path), client.of_rank_zero)
