@@ -268,12 +268,15 @@ SIZES = [(5, 1), (10, 4), (1, 1), (12, 1)]  # samples, batch size; some with few
 TWICE = {"max_epochs": 2}
 RELOADED = {**TWICE, "reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": 2, "split_batches": True}
 SHARED = {"use_distributed_sampler": False}
+ANY_BATCH_SAMPLER = pytest.mark.skipif(
+    not RequirementCache("lightning>=2.6"), reason="Lightning 2.5 fits with no batch sampler that has no `sampler`"
+)
 ROWS: list[Any] = [
     *grid(KINDS, SIZES, ["validate", "test", "fit", "predict"], [2, 3, 4], [{}]),
     # limit_val_batches=k evaluates the first k batches of the loader, and not k on each rank.
     *(("indexed", (10, 2), "validate", 2, {"limit_val_batches": limit}) for limit in (3, 99, 0.5)),
     ("stream", (10, 2), "validate", 2, {"limit_val_batches": 3}),
-    ("custom", (10, 3), "fit", 3, {}),
+    pytest.param("custom", (10, 3), "fit", 3, {}, marks=ANY_BATCH_SAMPLER),
     *(("sharded", sizes, "validate", 3, {}) for sizes in SIZES[:3]),
     ("workers", (7, 2), "fit", 2, TWICE),
     # In each epoch another rank logs "seldom".
@@ -299,23 +302,7 @@ ROWS: list[Any] = [
 ]
 
 
-def make_parameters_of_rows() -> list[Any]:
-    """Return a parameter of pytest for every row of ROWS."""
-    parameters = []
-    for kind, sizes, what, world_size, options in ROWS:
-        marks = []
-        if kind == "custom" and what == "fit":
-            marks.append(ANY_BATCH_SAMPLER)
-        parameters.append(pytest.param(kind, sizes, what, world_size, options, marks=marks))
-    return parameters
-
-
-ANY_BATCH_SAMPLER = pytest.mark.skipif(
-    not RequirementCache("lightning>=2.6"), reason="Lightning 2.5 fits with no batch sampler that has no `sampler`"
-)
-
-
-@pytest.mark.parametrize(("kind", "sizes", "what", "world_size", "options"), make_parameters_of_rows())
+@pytest.mark.parametrize(("kind", "sizes", "what", "world_size", "options"), ROWS)
 def test_every_sample_once_and_every_value_that_of_one_process(world, kind, sizes, what, world_size, options):
     ranks = world(world_size).run(run, kind, sizes, what, **options)
     (alone,) = world(1).run(run, kind, sizes, what, alone=True, **options)
