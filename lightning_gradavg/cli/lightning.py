@@ -90,8 +90,10 @@ class _CommandLine(LightningCLI):
 
     @override
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        self.parser_class = _RaisingParser
-        return super().init_parser(**kwargs)
+        parser = super().init_parser(**kwargs)
+        # The argument `parser_class` of LightningCLI is newer than lightning 2.5.0.
+        parser.__class__ = _RaisingParser
+        return parser
 
     @override
     def instantiate_classes(self) -> None:
