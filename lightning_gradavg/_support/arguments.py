@@ -19,7 +19,6 @@ __all__ = [
     "by_keyword",
     "did_you_mean",
     "nearest",
-    "raise_first",
     "refuse_unknown",
 ]
 
@@ -119,12 +118,6 @@ def as_count_or_none(name: str, value: object) -> int | None:
     if value is None:
         return None
     return as_count(name, value, also=", or None")
-
-
-def raise_first(error: type[Exception], refused: Mapping[str, object]) -> None:
-    """Raise an error with the first message whose condition holds, if any does."""
-    for message in (message for message, holds in refused.items() if holds):
-        raise error(message)
 
 
 def refuse_unknown(owner: str, options: Mapping[str, object], known: Sequence[str]) -> None:
