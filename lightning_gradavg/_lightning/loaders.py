@@ -6,11 +6,22 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import DistributedSampler
 
 from lightning_gradavg._lightning.internals import iterator_of
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A loader or a sampler whose place a checkpoint holds, as Lightning's `_Stateful`: StatefulDataLoader, litData."""
+
+    def state_dict(self) -> object:
+        """Return where it is."""
+
+    def load_state_dict(self, state: object) -> None:
+        """Have the next pass begin there."""
 
 
 class Shows:

@@ -40,12 +40,12 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import NamedTuple, Protocol, TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
-from lightning_gradavg._lightning.loaders import loader_parts, loader_samplers
+from lightning_gradavg._lightning.loaders import Stateful, loader_parts, loader_samplers
 from lightning_gradavg._support.collectives import World
 from lightning_gradavg._support.random_state import (
     RandomState,
@@ -65,16 +65,6 @@ class Snapshot(TypedDict):
     generators: list[Tensor]  # the states of the loader's own generators, in the order of `Sources`
 
 
-class _StatefulSampler(Protocol):
-    """A sampler whose order comes from a state of its own, as that of torchdata's StatefulDataLoader."""
-
-    def state_dict(self) -> object:
-        """Return the state."""
-
-    def load_state_dict(self, state: object) -> None:
-        """Set the state."""
-
-
 class Sources:
     """What the order of a loader depends on beside the global generators: its own generators, and stateful samplers."""
 
@@ -86,7 +76,7 @@ class Sources:
             if isinstance(generator, torch.Generator):
                 generators[id(generator)] = generator
         self._generators = list(generators.values())
-        self._samplers: list[_StatefulSampler] = [
+        self._samplers: list[Stateful] = [
             sampler for sampler in loader_samplers(loader) if hasattr(sampler, "load_state_dict")
         ]
 

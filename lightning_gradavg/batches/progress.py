@@ -19,14 +19,14 @@ import copy
 import math
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import IterableDataset
 
 from lightning_gradavg._lightning.internals import TrainingLoop
-from lightning_gradavg._lightning.loaders import LoaderWrapper, length_of, user_loader
+from lightning_gradavg._lightning.loaders import LoaderWrapper, Stateful, length_of, user_loader
 from lightning_gradavg._support.collectives import ReducedRow, World
 from lightning_gradavg.batches.chunks import Split
 from lightning_gradavg.batches.draws import RunDraws, RunPhase, Sources
@@ -249,18 +249,7 @@ class FetchRecord(NamedTuple):
 
     has_batch: bool  # whether this rank has one; else it computes its last one again, as a stand-in
     counts: ReducedRow  # over all ranks: how many have a batch, and how many never had one
-    state: object  # of a loader that has one, after it has yielded the batch; else None
-
-
-@runtime_checkable
-class _StatefulLoader(Protocol):
-    """A loader whose place a checkpoint holds, as Lightning's `_Stateful` says: StatefulDataLoader, litData."""
-
-    def state_dict(self) -> object:
-        """Return where the loader is."""
-
-    def load_state_dict(self, state: object) -> None:
-        """Have the next pass begin there."""
+    state: object  # of a loader that has one, after it has yielded this rank's last batch; else None
 
 
 class JoinedLoader(LoaderWrapper):
@@ -331,14 +320,16 @@ class JoinedLoader(LoaderWrapper):
         """
         is_first = True
         has_batch = True
+        state: object = None
         while True:
             batch: object = _END
             if has_batch:
                 batch = next(batches, _END)
             has_batch = batch is not _END
-            state = self._state()
             if has_batch:
                 self._last = batch
+                # Not for a stand-in: a loader that has ended begins a new pass where it resumes, and this pass goes on.
+                state = self._state()
             # Not the stand-in: it may be another rank's batch, which would be taken for the same data.
             self._same.compare(batch if has_batch else None)
             with torch.profiler.record_function("GradAvg: exchange who has a batch"):
@@ -378,7 +369,7 @@ class StatefulJoinedLoader(JoinedLoader):
     attributes statically, and Lightning asks `isinstance(loader, _Stateful)`.
     """
 
-    _read: _StatefulLoader
+    _read: Stateful
     _trained: FetchRecord | None = None  # of the batch in training; None before the first one of a pass
 
     def __iter__(self) -> JoinedIterator:
@@ -395,7 +386,7 @@ class StatefulJoinedLoader(JoinedLoader):
 
     def state_dict(self) -> object:
         """Return where training stands in this rank's data."""
-        if self._trained is None or self.loop.epoch_ended:
+        if self._trained is None or self._trained.state is None or self.loop.epoch_ended:
             return self._read.state_dict()
         return self._trained.state
 
@@ -429,6 +420,6 @@ def join(loader: object, world: World, device: torch.device, loop: TrainingLoop)
     are_equal = math.inf not in lengths and len(set(lengths)) == 1
     if world.size == 1 or are_equal:
         return loader
-    if isinstance(loader, _StatefulLoader):
+    if isinstance(loader, Stateful):
         return StatefulJoinedLoader(loader, world, device, loop, max(lengths))
     return JoinedLoader(loader, world, device, loop, max(lengths))
