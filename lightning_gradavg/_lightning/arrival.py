@@ -21,7 +21,7 @@ class Arrival(Callback):
 
     No public method of the strategy is this event: users may call those, on any rank, for any batch
     (`tests/test_ranks_faults.py::test_a_method_that_one_rank_calls_is_no_event`). The strategy's own hook
-    `on_train_batch_start` comes after the user's, and those are to see the effective learning rates.
+    `on_train_batch_start` comes after the user's, and those are to see the scaled learning rates.
 
     Args:
         begin: Called with each batch that is trained on.

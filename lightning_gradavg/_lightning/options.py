@@ -130,6 +130,7 @@ def _refuse_under_reproducible(options: Mapping[str, Any]) -> None:
             "reproducible=True needs num_replicas, the chunks of each loader batch, got None. Give a number that every"
             " number of ranks to be used divides, such as num_replicas=8."
         )
+    # Hooks and a static graph belong to DDP's reducer, which such a run does not use (`reproducible.engine`).
     allowed_values: Mapping[str, tuple[object, ...]] = {
         "ddp_comm_hook": (None,),
         "ddp_comm_wrapper": (None,),

@@ -174,7 +174,7 @@ class _EarlierOfStock:
 
     def require_apart(self, factor: float) -> None:
         """Raise a RuntimeError if the factor of the window would multiply them."""
-        # Nobody could know that the window would be short, and set them aside.
+        # The loop said that the window would be full, so they were not set aside.
         if factor != 1 and self._where == _Earlier.IN_PLACE:
             raise RuntimeError(
                 "the accumulation window ended before it was full, although its loader has a length, or some ranks had"
@@ -225,7 +225,7 @@ class Stock(Engine):
         self._earlier = _EarlierOfStock()
 
     def begin_step(self, facts: StepFacts) -> None:
-        """Note N. Of a window that an epoch has cut off, stock reduces in the next one what the user does not zero."""
+        """Note N. If an epoch has cut a window off, the next one reduces its gradients, unless the user zeroes them."""
         self._facts = facts
         if facts.begins_window:
             self._earlier.begin_window(was_cut_off=not self.is_empty)
