@@ -61,6 +61,7 @@ def test_all_generators_are_put_back(fails):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")  # torch 2.11, where it is set
 def test_the_device_draws_from_the_stream_without_a_wait() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     before = torch.cuda.get_rng_state(device)
