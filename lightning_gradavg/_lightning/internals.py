@@ -12,6 +12,7 @@ Names without an underscore are listed where Lightning documents them nowhere.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -235,6 +236,14 @@ class TrainingLoop:
             if hasattr(callback, "get_accumulate_grad_batches"):
                 return int(callback.get_accumulate_grad_batches(trainer.current_epoch))
         return int(trainer.accumulate_grad_batches)
+
+    @property
+    def short_last_window(self) -> int:
+        """Batches in the last window of an epoch if it is shorter than the others, else 0; 0 if nobody knows."""
+        batches = self._loop.trainer.num_training_batches
+        if math.isinf(batches):
+            return 0
+        return int(batches % self.accumulation)
 
     @property
     def step(self) -> int:

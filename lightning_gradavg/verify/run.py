@@ -38,6 +38,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
+import jsonargparse
+import lightning
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -82,6 +84,10 @@ _LIBRARIES = (
     sysconfig.get_path("purelib"),
     sysconfig.get_path("platlib"),
     str(Path(__file__).parents[1]),
+    # Where they stand in a folder of their own, as after `pip install --target`, or in a checkout.
+    str(Path(torch.__file__).parent),
+    str(Path(lightning.__file__).parent),
+    str(Path(jsonargparse.__file__).parent),
     "<",  # no file, such as <frozen importlib._bootstrap>
 )
 """How the paths of files begin that are not the user's."""
