@@ -526,7 +526,10 @@ def _run_as_main(script: Path, arguments: tuple[str, ...], output: Path) -> None
     os.environ.update({"MPLBACKEND": "agg", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS.parent)})
     sys.argv[:] = [str(script), *arguments]
     sys.path[0] = str(script.parent)
-    runpy.run_path(str(script), run_name="__main__")
+    # A CUDA build of torch 2.14 marks every fork of a process that asked for a GPU, also where there is none, and
+    # Lightning refuses to fork such a process again. A user's script is no fork, as this process is.
+    with mock.patch.object(torch.cuda, "_is_in_bad_fork", return_value=False):
+        runpy.run_path(str(script), run_name="__main__")
 
 
 def covering(*factors: Sequence[Any], strength: int = 2) -> list[tuple[Any, ...]]:
