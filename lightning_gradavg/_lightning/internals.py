@@ -239,7 +239,7 @@ class TrainingLoop:
 
     @property
     def short_last_window(self) -> int:
-        """Batches in the last window of an epoch if it is shorter than the others, else 0; 0 if nobody knows."""
+        """Batches in the last window of an epoch if it is short; 0 if it is full, or the number of batches unknown."""
         batches = self._loop.trainer.num_training_batches
         if math.isinf(batches):
             return 0

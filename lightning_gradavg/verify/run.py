@@ -84,7 +84,7 @@ _LIBRARIES = (
     sysconfig.get_path("purelib"),
     sysconfig.get_path("platlib"),
     str(Path(__file__).parents[1]),
-    # Where they stand in a folder of their own, as after `pip install --target`, or in a checkout.
+    # After `pip install --target`, or in a checkout, these packages are in none of the folders above.
     str(Path(torch.__file__).parent),
     str(Path(lightning.__file__).parent),
     str(Path(jsonargparse.__file__).parent),
