@@ -99,7 +99,11 @@ class SharedBuffers:
         """Return the buffers that the module has at the moment."""
         found: list[Tensor] = []
         for mapping in self._mappings:
-            found.extend(buffer for buffer in mapping.values() if buffer is not None)
+            if not mapping:  # as of most modules: this loop runs twice in a step
+                continue
+            for buffer in mapping.values():
+                if buffer is not None:
+                    found.append(buffer)
         return found
 
     def _write(self, values: Sequence[Tensor]) -> None:

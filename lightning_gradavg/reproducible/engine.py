@@ -132,20 +132,24 @@ class Tree(Engine):
         """Run the backward of the rank's next replica, and keep its gradients apart."""
         window = self._window
         replica = self._replicas_of_rank[self._position]
+        is_first_of_window = self._facts.begins_window and self._position == 0
         self._position += 1
         window.ends = is_last_piece and not window_continues
         from_before = self._take_gradients()
+        if is_first_of_window:
+            # They may be those of the last window, in memory that this window writes to.
+            from_before = {key: gradient.clone() for key, gradient in from_before.items()}
         if loss.micro_batch.counts:
             # Autograd adds to what earlier micro-batches of the window left for this replica.
             self._set_gradients(window.gradients.get(replica, {}))
         try:
             run()
-            if loss.micro_batch.counts:
-                window.gradients[replica] = self._take_gradients()
-                window.normalizers[replica] += float(window.shares[-1].normalizer)
         finally:
-            self._take_gradients()  # of a loss that does not count, or that an exception has left
+            computed = self._take_gradients()
             self._set_gradients(from_before)
+        if loss.micro_batch.counts:
+            window.gradients[replica] = computed
+            window.normalizers[replica] += float(window.shares[-1].normalizer)
         if not window_continues:
             self._add_to_tree(replica)
         if window.ends and self._rule.uses_weight:

@@ -10,6 +10,9 @@ of 3 leaves on each of 2 ranks (0 1) and 2, and 3 and (4 5). The ranks exchange 
 Each adds up its own segment by the same tree, and sends it to all: DDP's number of bytes, where a rank has one sum.
 While one bucket is packed or added up, the others travel. Nothing is sent during a backward: on CPUs, whose cores
 compute it, that cost more than it hid.
+
+The memory of a window is used again in the next. Large new tensors cost more than what is written to them: for each of
+their pages, the first write waits for the system (`python -m benchmarks.step`, docs/performance.md).
 """
 
 from __future__ import annotations
@@ -169,6 +172,8 @@ class _Bucket:
     |---|---|---|
     | the last `add` | each rank its segment of this rank's sums | this rank's segment of all ranks' sums |
     | `add_up_segment` | to all, this rank's segment of the total | the total |
+
+    Rows are allocated in the first window. In later windows every row is free when the first replica is added.
     """
 
     def __init__(self, parameters: Sequence[Tensor], spans: Sequence[Sequence[Span]], world: World) -> None:
@@ -180,34 +185,57 @@ class _Bucket:
         self._end = sum(parameter.numel() for parameter in parameters)  # of the gradients in a row
         needed = self._end + len(parameters)
         self._length = -(-needed // world.size) * world.size  # rounded up to equal segments
+        self._rows: list[Tensor] = []  # all that were allocated
+        self._free_rows: list[Tensor] = []  # those of them that hold nothing that is needed
         self._sums: dict[Span, Tensor] = {}
         self._arriving: list[Tensor] = []
         self._works: list[dist.Work] = []
 
     def add(self, replica: int, gradients: Gradients) -> None:
         """Add a row; after the last one, begin to send the others their segments of the sums."""
-        self._sums[replica, replica + 1] = self._row_of(gradients)
-        add_up(self._sums, 0, self._leaves, Tensor.add_)
+        row = self._free_row()
+        self._write(row, gradients)
+        self._sums[replica, replica + 1] = row
+        add_up(self._sums, 0, self._leaves, self._sum_of_rows)
         _, last = self._spans[self._world.rank][-1]
         if replica + 1 == last:
             self._begin_to_share_sums()
+
+    def _free_row(self) -> Tensor:
+        """Return a row that may be written to."""
+        if not self._free_rows:
+            row = torch.empty(self._length, dtype=self._dtype, device=self.parameters[0].device)
+            # Complex numbers are sent as real ones: not every backend knows others.
+            row = row.view(self._dtype.to_real())
+            self._rows.append(row)
+            return row
+        return self._free_rows.pop()
+
+    def _sum_of_rows(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return the sum, in the left row; the right one is free then."""
+        self._free_rows.append(right)
+        return left.add_(right)
 
     def _begin_to_share_sums(self) -> None:
         rows = list(self._sums.values())
         # All ranks exchange as many rows. Some have fewer sums than others, and send rows that nobody reads.
         most = max(len(spans) for spans in self._spans)
         while len(rows) < most:
-            rows.append(torch.empty_like(rows[0]))
-        self._arriving = [self._exchanged(torch.empty_like(row), row) for row in rows]
-
-    def _exchanged(self, received: Tensor, sent: Tensor) -> Tensor:
-        """Return where a segment from every rank arrives until the works are done."""
+            rows.append(self._free_row())
         if self._world.group is None:
-            return sent
+            self._arriving = rows
+            return
+        self._arriving = []
+        for row in rows:
+            received = self._free_row()
+            self._exchange(received, row)
+            self._arriving.append(received)
+
+    def _exchange(self, received: Tensor, sent: Tensor) -> None:
+        """Begin to send every rank a segment; the segments of all ranks are there when the works are done."""
         work = dist.all_to_all_single(received, sent, group=self._world.group, async_op=True)
         assert work is not None
         self._works.append(work)
-        return received
 
     def _wait(self) -> None:
         while self._works:
@@ -227,29 +255,31 @@ class _Bucket:
                     known[spans[number]] = segment
         add_up(known, 0, self._leaves, Tensor.add_)
         # The sum is in its first summand: rank 0's segment of the first row.
-        total = self._arriving[0].view(self._world.size, -1)
+        row = self._arriving[0]
+        total = row.view(self._world.size, -1)
         torch.add(total.new_zeros(()), total[0], alpha=factor, out=total[0])  # one pass, not two
-        total[1:] = total[0]
-        received = next(iter(self._sums.values()))  # a row whose numbers are sent
+        if self._world.group is not None:
+            total[1:] = total[0]
+            received = next(iter(self._sums.values()))  # a row whose numbers were sent
+            self._exchange(received, row)
+            row = received
+        self._arriving = [row]
         self._sums = {}
-        self._arriving = [self._exchanged(received, total.view(-1))]
 
     def total(self) -> _Total:
-        """Return the sums of the gradients, and how many replicas have one."""
+        """Return the sums of the gradients, and how many replicas have one, as views that the next window writes to."""
         self._wait()
         (row,) = self._arriving
         self._arriving = []
-        return self._parts_of(row)
-
-    def _parts_of(self, row: Tensor) -> _Total:
+        self._free_rows = list(self._rows)
         values = row.view(self._dtype)
         counts = values[self._end : self._end + len(self.parameters)]
         return _Total(views_of(values[: self._end], self.parameters), counts)
 
-    def _row_of(self, gradients: Gradients) -> Tensor:
-        """Return a row of a replica's gradients, which are taken out of `gradients`."""
+    def _write(self, row: Tensor, gradients: Gradients) -> None:
+        """Write a replica's gradients to a row, and take them out of `gradients`."""
         flat: list[Tensor] = []
-        counts = torch.zeros(self._length - self._end)  # with zeros at the end, up to equal segments
+        counts = [0.0] * (self._length - self._end)  # with zeros at the end, up to equal segments
         for number, parameter in enumerate(self.parameters):
             gradient = gradients.pop(id(parameter), None)
             if gradient is None:
@@ -259,8 +289,7 @@ class _Bucket:
                 if gradient.is_sparse:
                     gradient = gradient.to_dense()
             flat.append(gradient.reshape(-1))
-        device = flat[0].device
+        values = row.view(self._dtype)
         # One kernel. Copying into views of the row, one for each parameter, took twice as long for many small ones.
-        row = torch.cat([*(part.to(self._dtype) for part in flat), counts.to(device, self._dtype)])
-        # Complex numbers are sent as real ones: not every backend knows others.
-        return row.view(self._dtype.to_real())
+        torch.cat(flat, out=values[: self._end])
+        values[self._end :] = values.new_tensor(counts)
