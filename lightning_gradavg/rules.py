@@ -77,6 +77,11 @@ class Rule:
     averages_window: bool = False
 
     @property
+    def normalizes_by_weights(self) -> bool:
+        """Whether `Z` is the sum of the weights, as of a named rule that divides by them."""
+        return isinstance(self.share, _NamedShare) and self.share.normalizer == "n"
+
+    @property
     def node(self) -> int:
         """The node of this process, or 0 if the share does not depend on nodes.
 

@@ -239,6 +239,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             nonfinite=nonfinite,
             in_pieces=options.in_pieces,
             on_reduced=self._replicas.end_step,
+            shares_batches=options.split_batches,
             make_tree=make_tree,
         )
         self._batches = SplitBatches(options) if options.split_batches else Batches()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from torchmetrics import MaxMetric, MeanMetric, SumMetric
 from toys import Toy, make_loader
 
 from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.reduction.totals import Totals, TotalsExchange
 
 
 class Script(Model):
@@ -332,3 +333,72 @@ def test_a_stand_in_leaves_no_trace(world, split):
         assert {0: 3.75, 1: 1.5}[rank] == sums, "a buffer that sums samples"
         own = {0: (1.875, 3.75, 2.75, 1.0), 1: (1.5, 1.5, 1.5, 1.5)}[rank]
         assert own == tuple(pytest.approx(logged[f"own {name}"]) for name in ("mean", "sum", "max", "min"))
+
+
+class Weighing(Model):
+    """Returns what `returns` makes of its loss. Notes when its backward begins, beside what a test notes."""
+
+    events: list[str]
+
+    def returns(self, loss: Tensor) -> Any:
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss: Tensor = self.loss_of(*batch)
+        loss.register_hook(self.note_backward)
+        return self.returns(loss)
+
+    def note_backward(self, gradient: Tensor) -> None:
+        self.events.append("backward")
+
+
+class Counting(Weighing):
+    def returns(self, loss: Tensor) -> Any:
+        return {"loss": loss, "weight": 3}
+
+
+class CountingOnRank1(Weighing):
+    def returns(self, loss: Tensor) -> Any:
+        if dist.get_rank() == 1:
+            return {"loss": loss, "weight": 3}
+        return loss
+
+
+class MisspellingOnRank1(Weighing):
+    def returns(self, loss: Tensor) -> Any:
+        if dist.get_rank() == 1:
+            return {"loss": loss, "weights": 3}
+        return loss
+
+
+def events_of_step(kind: type[Weighing], strategy: Options) -> list[str]:
+    """Body: in which order a step begins its backward and waits for the totals of all ranks."""
+    module, events = kind(), list[str]()
+    vars(module)["events"] = events
+    read = TotalsExchange.read
+
+    def noted(exchange: TotalsExchange) -> Totals:
+        events.append("totals")
+        return read(exchange)
+
+    with patch.object(TotalsExchange, "read", noted):
+        make_trainer(GradAvgStrategy(**strategy), max_epochs=1, max_steps=1).fit(module, module.loader([8]))
+    return events
+
+
+@pytest.mark.parametrize("strategy", [single(), parallel(2), {"split_batches": True, "reduction": "weighted_mean"}])
+def test_ranks_that_share_a_batch_wait_for_no_totals_before_the_backward(world, strategy):
+    """Every rank knows the samples of all. A weight of the user's is known to its rank alone."""
+    assert [["backward", "totals"]] * 2 == world(2).run(events_of_step, Weighing, strategy)
+    assert [["totals", "backward"]] * 2 == world(2).run(events_of_step, Counting, strategy)
+
+
+@pytest.mark.parametrize("kind", [CountingOnRank1, MisspellingOnRank1])
+def test_a_weight_on_one_rank_is_an_error_on_all(world, kind):
+    """The rank that waits for the totals must not raise while the other one's backward waits for it."""
+    expected = {
+        CountingOnRank1: "the ranks' losses differ: no weight given on rank 0; a weight given on rank 1",
+        MisspellingOnRank1: "reduction='mean' cannot be applied on rank 1: the result of training_step has 'weights'",
+    }
+    for raised in world(2).run_expecting_errors(events_of_step, kind, single()):
+        assert expected[kind] in raised.message

@@ -76,6 +76,7 @@ class Reduction(Part):
         nonfinite: str = "propagate",
         in_pieces: Callable[[int], bool] = lambda _: False,
         on_reduced: Callable[[], None] | None = None,
+        shares_batches: bool = False,
         make_tree: Callable[[Run], Engine] | None = None,
     ) -> None:
         """Reduce by a rule.
@@ -86,6 +87,7 @@ class Reduction(Part):
             nonfinite: As in `GradAvgStrategy`.
             in_pieces: Returns whether a rank may run several backwards per step, given the world size.
             on_reduced: Called after the gradients of an automatic step are reduced.
+            shares_batches: Whether ranks share each loader batch.
             make_tree: Makes the engine of a reproducible run.
         """
         self.rule = rule
@@ -95,6 +97,7 @@ class Reduction(Part):
         self._nonfinite = nonfinite
         self._in_pieces = in_pieces
         self._on_reduced = on_reduced
+        self._shares_batches = shares_batches
         self._make_tree = make_tree
         self._said: set[str] = set()
 
@@ -109,6 +112,7 @@ class Reduction(Part):
         self.pending: WeighedLoss | None = None
         # Of the running step.
         self._batch: object = None
+        self._weights_of_ranks: float | None = None
         self._skips_backward = False  # whether Lightning runs it without a backward
         self._window_continues = False  # whether the next backwards stay local
         self._without: StepWithoutLoss | None = None  # if this rank has no loss in it, and nobody judges it
@@ -171,6 +175,7 @@ class Reduction(Part):
             # Frozen ones, too: they may train later (`test_ranks_steps.py`: a float16 parameter that trains later).
             has_float16=any(parameter.dtype == torch.float16 for parameter in self._parameters),
             judges=self.judges,
+            shares_batches=self._shares_batches,
         )
         return Weighed(OpenWindows(options, model), PieceGradients(self._parameters))
 
@@ -302,7 +307,15 @@ class Reduction(Part):
                 " accumulate, or use another optimizer."
             )
 
-    def read(self, output: object, samples: float | None, batch: object, *, is_last_piece: bool = True) -> object:
+    def read(
+        self,
+        output: object,
+        samples: float | None,
+        batch: object,
+        *,
+        weights_of_ranks: float | None = None,
+        is_last_piece: bool = True,
+    ) -> object:
         """Return the output of a forward of `batch` with a weighed loss.
 
             | `training_step` returned                  | becomes                                                   |
@@ -317,9 +330,11 @@ class Reduction(Part):
             output: What `training_step` returned.
             samples: The number of samples if the batch does not tell it; 0 if they do not count.
             batch: The batch of the forward.
+            weights_of_ranks: The sum of all ranks' weights if no rank's user gives one; None if it is not known.
             is_last_piece: Whether it is the last forward of the step.
         """
         self._batch = batch
+        self._weights_of_ranks = weights_of_ranks
         if self.is_manual or self._skips_backward:
             return output
         if isinstance(output, Mapping):
@@ -358,6 +373,8 @@ class Reduction(Part):
         """Weigh a loss for the next backward; arguments as in `read` and `Weights.read`."""
         loss = require_loss(loss)
         micro_batch = self._weights.read(weight, self._batch, samples, problem)
+        if self.rule.normalizes_by_weights and not micro_batch.explicit:
+            micro_batch = micro_batch._replace(weights_of_ranks=self._weights_of_ranks)
         if self.observer is not None:
             samples_of_report = self.observer.samples_of(samples, self._batch)
             micro_batch = micro_batch._replace(samples=samples_of_report, loss=loss.detach())

@@ -101,8 +101,9 @@ class Window:
 
     1. `add` before the backward. If it ends the window, the ranks begin to exchange their totals.
     2. `begin_backward` sets the factor of the loss. Under a rule with weights, a window of one micro-batch waits for
-       the totals here, if all ranks know that it is one. The gradients from before the window are set aside
-       (`_sets_earlier_aside` says when), unless the step has several pieces: then `Weighed` does it before the last.
+       the totals here, if all ranks know that it is one, and this rank does not know the weights of all. The gradients
+       from before the window are set aside (`_sets_earlier_aside` says when), unless the step has several pieces: then
+       `Weighed` does it before the last.
     3. The backward runs. DDP averages if it is the last of the window.
     4. `end_backward`. If the window goes on, it only removes hooks. Else it waits for the totals, if nobody has, and
        multiplies the gradients.
@@ -121,7 +122,7 @@ class Window:
         | any      | `abandon`, `abandon_zeroed`                |
 
     A problem of a rank's micro-batch travels with the totals: all ranks raise one ValueError, before the backward where
-    they wait for the totals there, else after it. Where ranks exchange nothing, `add` raises it at once: such problems
+    all wait for the totals there, else after it. Where ranks exchange nothing, `add` raises it at once: such problems
     are those of the program, which all ranks run.
     """
 
@@ -157,7 +158,7 @@ class Window:
 
     @property
     def totals(self) -> Totals:
-        """The totals over all ranks, of a reduced window whose ranks exchange them."""
+        """The totals over all ranks, of a window that has read them."""
         assert self._contents.totals is not None
         return self._contents.totals
 
@@ -290,10 +291,10 @@ class Window:
                 self.set_earlier_aside()
             multiplier = float(contents.shares[-1].multiplier)
             if self._has_whole_factor:
-                totals = self._read_totals()
-                loss.factor = factor_before(multiplier, contents.divisor, options.world.size, totals.normalizer)
+                normalizer = self._normalizer_before_backward()
+                loss.factor = factor_before(multiplier, contents.divisor, options.world.size, normalizer)
                 # A report divides by it: what a loss of multiplier 1 would have carried.
-                contents.lift = factor_before(1.0, contents.divisor, options.world.size, totals.normalizer)
+                contents.lift = factor_before(1.0, contents.divisor, options.world.size, normalizer)
             else:
                 # A hook on the sum after the reduction would see a bucket, and not which parameters the window trains;
                 # so the rest of the factor is a pass over gradients, in `end_backward`.
@@ -305,6 +306,27 @@ class Window:
             # A rule may give the share 0 to a weight that is not 0.
             if not loss.micro_batch.counts or multiplier == 0:
                 self._discarded = DiscardedGradients(self._model.leaves(), loss.micro_batch)
+
+    def _normalizer_before_backward(self) -> float:
+        """Return `Z` of a window of one micro-batch under a rule with weights.
+
+        | the ranks              | this rank                        | `Z`                   | unusable totals raise |
+        |------------------------|----------------------------------|-----------------------|-----------------------|
+        | have their own batches | does not know their weights      | that of the totals    | here                  |
+        | share the loader batch | knows the weights of all ranks   | their sum: no waiting | after the backward    |
+        | share the loader batch | does not: the user gave a weight | that of the totals    | after the backward    |
+
+        Where ranks share the batch, one rank may have a problem, such as a misspelt weight, which another rank learns
+        of after its backward. Its all-reduce waits for the backward of this rank, so this rank must not raise before.
+        """
+        micro_batch = self._contents.micro_batches[-1]
+        if micro_batch.weights_of_ranks is not None:
+            return micro_batch.weights_of_ranks
+        assert self._contents.exchange is not None
+        self._contents.totals = self._contents.exchange.read()
+        if not self._options.shares_batches:
+            self._require_usable_totals()
+        return self._contents.totals.normalizer
 
     @property
     def _has_whole_factor(self) -> bool:
@@ -391,9 +413,12 @@ class Window:
     def _factor_after(self) -> float:
         """Return what the reduced gradient is multiplied by."""
         contents, options = self._contents, self._options
-        if options.exchanges and contents.totals is None:
+        if options.exchanges:
             # Also where Z is known without them: they bring the problems of other ranks.
-            self._read_totals()
+            if contents.totals is None:
+                assert contents.exchange is not None
+                contents.totals = contents.exchange.read()
+            self._require_usable_totals()
         if self._has_whole_factor:
             return 1.0
         if options.rule.uses_weight:
@@ -411,14 +436,10 @@ class Window:
             normalizer -= self._contents.missing
         return normalizer
 
-    def _read_totals(self) -> Totals:
-        """Return the totals, or raise the same error on all ranks."""
-        assert self._contents.exchange is not None
-        totals = self._contents.exchange.read()
-        self._contents.totals = totals
-        if not totals.is_usable:
-            raise_together(totals, self._options.rule, self._options.world, self._contents.micro_batches)
-        return totals
+    def _require_usable_totals(self) -> None:
+        """Raise the same error on all ranks if the totals are not usable."""
+        if not self.totals.is_usable:
+            raise_together(self.totals, self._options.rule, self._options.world, self._contents.micro_batches)
 
     def record(self) -> WindowRecord:
         """Return what a report says of the window, which is reduced."""
