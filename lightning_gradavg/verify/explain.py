@@ -18,10 +18,12 @@ These are the cases of a reduced gradient that differs from `F`. The first that 
 | `F` is the sum of `P`, the rule is no sum, and `G` is a multiple of a combination | sum loss |
 | `G` is the mean | mean of means |
 | `G` is another combination | counts |
+| `G` is a combination, multiplied by the ranks over another divisor of `fully_shard` | divide factor |
 | `G` is a combination, divided by a full window although the window is short | short window |
 | `G` is a combination, divided by the number of ranks | double division |
 | `G` is a combination, multiplied by the number of micro-batches, and the rule is a sum | counts |
 | `G` is a combination, multiplied by the number of ranks | hand-compensated loss |
+| `G` is zero | unexplained |
 | every element of `G` is a number of 16 bits | 16-bit wire |
 | `G` is no multiple of `F` | gradient hooks |
 | any other | unexplained |
@@ -56,7 +58,7 @@ from torch import Tensor
 from lightning_gradavg.reduction.global_mean import SCOPE
 from lightning_gradavg.rules import RULES
 from lightning_gradavg.verify.draws import ROW_PRODUCT, SAMPLE_CHOICE
-from lightning_gradavg.verify.record import MicroBatch, Reading, Record, Refused, SampleId
+from lightning_gradavg.verify.record import MicroBatch, Reading, Record, Refused, SampleId, join_shards
 from lightning_gradavg.verify.report import CAUSES, Finding, Report, value_in_words
 from lightning_gradavg.verify.twin import (
     Build,
@@ -79,6 +81,7 @@ _OF_COMBINATIONS = (
     "mean of means",
     "sum loss",
     "counts",
+    "divide factor",
     "double division",
     "constant term",
     "16-bit wire",
@@ -130,14 +133,29 @@ def judge(
     records: Sequence[Record], build: Build, tolerance: float, double: bool = True, accelerator: str = "cpu"
 ) -> Report:
     """Return how a run, as all ranks recorded it, differs from one process, and why."""
-    for record in records:
-        problem = record.problem
-        if not problem and not record.steps:
-            problem = "the run took no optimizer step"
-        if problem:
-            facts = records[0].facts
-            return Report(facts.strategy, facts.rule.name, len(records), 0, math.nan, remarks=[problem])
+    problem = _first_problem(records)
+    if problem:
+        facts = records[0].facts
+        return Report(facts.strategy, facts.rule.name, len(records), 0, math.nan, remarks=[problem])
+    if records[0].facts.sharded:
+        join_shards(records)
     return _Judge(records, Twin(records, build, double, accelerator), tolerance).report()
+
+
+def _first_problem(records: Sequence[Record]) -> str:
+    """Return why a run cannot be compared; "" if it can."""
+    for record in records:
+        if record.problem:
+            return record.problem
+        if not record.steps:
+            return "the run took no optimizer step"
+    if records[0].facts.sharded and any(_stages_of(record) != _stages_of(records[0]) for record in records):
+        return "the ranks take different optimizer steps, so their shards make no whole tensors"
+    return ""
+
+
+def _stages_of(record: Record) -> list[list[str]]:
+    return [[snapshot.stage for snapshot in step.snapshots] for step in record.steps]
 
 
 class _Explanation(NamedTuple):
@@ -189,7 +207,7 @@ class _Judge:
         # Only the first difference is a cause. Those behind it may follow from it.
         findings: list[Finding] = []
         if in_training:
-            first = min(in_training, key=_step_of)
+            first = min(in_training, key=_place_in_run)
             compared_steps = first.step + 1
             findings.append(first)
         samples = _SampleComparison(self.records, alone.reading)
@@ -219,7 +237,7 @@ class _Judge:
         batch = sum(rank_batch.micro_batch.size for rank_batch in self.twin.group_of_step(0))
         text = f"Compared with one process that takes the samples of all ranks as one batch, {batch} in step 0."
         batch_size = alone.reading.batch_size
-        if batch_size is None or self.facts.replicated:
+        if batch_size is None or self.facts.replicated or self.facts.sharded:
             return text
         is_other_batch = batch != batch_size * self.facts.accumulation
         is_other_order = any(finding.cause == "data order" for finding in findings)
@@ -241,7 +259,12 @@ class _Judge:
             used_options.append("equivalent_to")
         if self.facts.is_gradavg:
             used_options.append("GradAvgStrategy")
+        if self.facts.sharded:
+            # As of options that are set already, nothing advises them: sharded models have none of these.
+            used_options += ["split_batches", "equivalent_to"]
         remedy = CAUSES[finding.cause].remedy(self.facts.strategy, self.facts.rule.name, used_options)
+        if self.facts.sharded:
+            remedy = remedy.for_shards()
         return replace(finding, advice=remedy.advice, diff=remedy.diff)
 
     def _remarks_on_schedulers(self) -> list[str]:
@@ -361,7 +384,7 @@ class _Judge:
             # Ranks that take different optimizer steps are not compared with each other.
             with suppress(Refused):
                 for seen in compare_records(record, self.records[0], self.tolerance):
-                    if seen.stage == "buffers":
+                    if seen.stage == "buffers" and not self.facts.sharded:
                         continue  # each rank may have its own: DDP broadcasts those of rank 0 before the next forward
                     difference = seen.difference
                     detail = (
@@ -369,12 +392,19 @@ class _Judge:
                         f" {difference.expected:.6g} on rank 0"
                     )
                     cause = "unsynchronised replicas"
+                    advice = ""
                     if seen.names.issubset(record.unregistered):
                         cause = "unregistered parameter"
                         detail += ". The optimizer holds it, but the module does not register it: DDP does not know it"
                     elif seen.stage == "optimizer options" and difference.name.startswith("lr") and record.plateaus:
                         cause = "unsynchronised schedule"
-                    findings.append(Finding(cause, seen.stage, detail, seen.step))
+                    elif seen.stage == "buffers":
+                        cause = "buffers of one rank"
+                        detail += ". fully_shard sends no buffers to other ranks"
+                    elif self.facts.sharded and seen.stage == "reduced gradient":
+                        detail += ". fully_shard does not know it, so nothing averages its gradient"
+                        advice = "call fully_shard on the root module, too, or on one that has this parameter"
+                    findings.append(Finding(cause, seen.stage, detail, seen.step, advice=advice))
         return findings
 
     def _first_logged_difference(self, alone: Record, compared_steps: int) -> Finding | None:
@@ -396,8 +426,9 @@ class _Judge:
         return None
 
 
-def _step_of(finding: Finding) -> int:
-    return finding.step
+def _place_in_run(finding: Finding) -> tuple[int, bool]:
+    # Buffers that differ between the ranks may follow from what differs earlier in the step.
+    return finding.step, finding.stage == "buffers"
 
 
 def _is_note(finding: Finding) -> bool:
@@ -828,6 +859,10 @@ def _of_multiple(evidence: _Evidence, factors: Sequence[float]) -> _Explanation 
     def are_multiplied_by(scale: float) -> bool:
         return any(evidence.is_close(factor, scale) for factor in factors)
 
+    for divisor in evidence.twin.records[0].divisors:
+        if divisor != ranks and are_multiplied_by(ranks / divisor):
+            detail = f"fully_shard divides the sum over {ranks} ranks by {divisor:g}"
+            return _Explanation("divide factor", f"{evidence.multiple}: {detail}")
     if are_multiplied_by(number / (ranks * facts.accumulation)):
         detail = f"the window has {number / ranks:g} micro-batches on each rank and is divided by {facts.accumulation}"
         return _Explanation("short window", f"{evidence.multiple}: {detail}")
@@ -858,6 +893,8 @@ def _of_shares(evidence: _Evidence, *, is_mean: bool) -> _Explanation:
 
 def _of_change(evidence: _Evidence) -> _Explanation:
     """Return what was done to the ranks' gradients beyond combining them, if it is known."""
+    if not evidence.reduced.any():
+        return _Explanation("unexplained", "the run has no gradient, as if the ranks never reduced theirs")
     elements = []
     for name, sketch in evidence.like.items():
         gradient = evidence.seen.found.get(name)

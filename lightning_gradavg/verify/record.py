@@ -26,13 +26,20 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import DoublePrecision, Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from lightning_gradavg._lightning.internals import BatchNorm, fetched_here
+from lightning_gradavg._lightning.internals import (
+    BatchNorm,
+    averages_of,
+    fetched_here,
+    ignore_mixed_precision,
+    sharded_modules,
+)
 from lightning_gradavg._lightning.loaders import user_loader
 from lightning_gradavg._lightning.options import StrategyFacts
 from lightning_gradavg._support.random_state import random_state, restore_random_state, same_random_state, seeded
@@ -40,6 +47,7 @@ from lightning_gradavg._support.tree import batch_samples, bits, leaves
 from lightning_gradavg.batches.chunks import PartCollator
 from lightning_gradavg.rules import RULES, Rule
 from lightning_gradavg.verify.draws import Draw, Draws
+from lightning_gradavg.verify.shards import change_after_sharding, is_shard, layout_problem, shard_in_whole
 
 __all__ = [
     "Facts",
@@ -53,6 +61,7 @@ __all__ = [
     "Snapshot",
     "Step",
     "Tensors",
+    "join_shards",
     "loss_and_weight",
     "sketch",
 ]
@@ -188,6 +197,7 @@ class Snapshot(NamedTuple):
 
     stage: str  # of `report.STAGES`
     tensors: Tensors
+    shards: frozenset[str] = frozenset()  # names of tensors of which the sketch is that of this rank's shard alone
 
 
 @dataclass
@@ -210,6 +220,7 @@ class Facts:
         rule: Its reduction rule; of stock DDP the mean.
         splits_batches: Whether each rank takes its chunk of the loader's batches.
         replicated: Whether a training step runs once per replica, so that batch statistics are those of all ranks.
+        sharded: Whether the ranks share the model by `fully_shard`, where each has its own buffers.
         accumulation: Loader batches per optimizer step.
         automatic: Whether Lightning optimizes, and not the module.
         epoch_batches: Loader batches in an epoch, on each rank.
@@ -220,6 +231,7 @@ class Facts:
     rule: Rule = RULES["mean"]
     splits_batches: bool = False
     replicated: bool = False
+    sharded: bool = False
     accumulation: int = 1
     automatic: bool = True
     epoch_batches: float = math.inf
@@ -250,6 +262,7 @@ class Record:
         reading: What one epoch reads, if it was asked for.
         batch_norms: Names of layers whose statistics are those of one rank.
         unregistered: Names of tensors that an optimizer holds and the module does not register.
+        divisors: The numbers by which `fully_shard` divides sums of the ranks' gradients.
         problem: Why the run cannot be compared; "" if it can.
     """
 
@@ -265,6 +278,7 @@ class Record:
     reading: Reading = field(default_factory=Reading)
     batch_norms: list[str] = field(default_factory=list)
     unregistered: list[str] = field(default_factory=list)
+    divisors: set[float] = field(default_factory=set)
     problem: str = ""
 
 
@@ -558,6 +572,7 @@ class Recorder(Callback):
             return self._training_step(user_step, args, kwargs)
 
         vars(module)["training_step"] = training_step
+        change_after_sharding(module, _prepare_shards)
         with fetched_here(self.loading.watch), _without_compilation(), _comm_hooks_paused(self.mode), self._batch_scope:
             try:
                 yield
@@ -594,9 +609,10 @@ class Recorder(Callback):
             # stays the object that the optimizer holds.
             for tensor in unregistered.values():
                 tensor.data = tensor.data.double()
+        if self.record.facts.sharded:
+            self._look_at_shards()
         self._take_snapshot("initial weights", self._weights())
-        for _, weight in self._weights():
-            self.mode.weight_storages.add(weight.untyped_storage().data_ptr())
+        self._note_storages_of_weights()
         for name, layer in pl_module.named_modules():
             if _has_statistics_of_one_rank(layer):
                 self.record.batch_norms.append(name)
@@ -607,6 +623,24 @@ class Recorder(Callback):
         for optimizer in trainer.optimizers:
             optimizer.register_step_post_hook(self._after_optimizer_step)
 
+    def _note_storages_of_weights(self) -> None:
+        for _, weight in self._weights():
+            # `fully_shard` gathers the weights of shards into memory that comes and goes.
+            if not is_shard(weight):
+                self.mode.weight_storages.add(weight.untyped_storage().data_ptr())
+
+    def _look_at_shards(self) -> None:
+        """Note how the ranks' gradients are averaged, or raise `Refused` if shards are not those of all ranks."""
+        for name, weight in self._weights():
+            if not is_shard(weight):
+                continue
+            problem = layout_problem(name, weight)
+            if problem:
+                raise Refused(problem)
+        for submodule in sharded_modules(self.module):
+            for average in averages_of(submodule):
+                self.record.divisors.add(average.divisor)
+
     def _begin_recurrent_layer(self, *_: object) -> None:
         self.mode.likely_dim = 1
 
@@ -615,10 +649,16 @@ class Recorder(Callback):
 
     def _take_snapshot(self, stage: str, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
         sketches = {}
+        shards = set()
         for name, tensor in tensors:
-            if tensor is not None and tensor.numel() > 0:
-                sketches[name] = sketch(tensor)
-        self._snapshots.append(Snapshot(stage, sketches))
+            if tensor is None or tensor.numel() == 0:
+                continue
+            whole = tensor
+            if is_shard(tensor):
+                shards.add(name)
+                whole = shard_in_whole(tensor)
+            sketches[name] = sketch(whole)
+        self._snapshots.append(Snapshot(stage, sketches, frozenset(shards)))
 
     def _begin_batch(self, batch: object) -> object:
         """Begin with a batch, as the loader made it, and return it in the run's type."""
@@ -775,6 +815,38 @@ class Recorder(Callback):
         return ""
 
 
+def _prepare_shards(module: nn.Module) -> None:
+    """Have a sharded module compute in one precision, as the Trainer does, or raise `Refused` if it has no weights."""
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise Refused(
+            "the weights are on the meta device when they are sharded, and each rank draws its shards afterwards, which"
+            " one process draws otherwise: verify the run with weights that have values before fully_shard"
+        )
+    ignore_mixed_precision(module)
+
+
+def join_shards(records: Sequence[Record]) -> None:
+    """Replace the sketches of shards by those of whole tensors, in the records of ranks that take the same steps.
+
+    If a rank does not have a tensor, such as a gradient, its shard counts as zero.
+    """
+    for steps in zip(*(record.steps for record in records), strict=True):
+        for position in range(len(steps[0].snapshots)):
+            wholes = _sums_of_shards([step.snapshots[position] for step in steps])
+            for step in steps:
+                snapshot = step.snapshots[position]
+                step.snapshots[position] = Snapshot(snapshot.stage, {**snapshot.tensors, **wholes})
+
+
+def _sums_of_shards(snapshots: Sequence[Snapshot]) -> Tensors:
+    """Return the sums of the ranks' sketches of their shards."""
+    sums: Tensors = {}
+    for snapshot in snapshots:
+        for name in snapshot.shards:
+            sums[name] = snapshot.tensors[name] + sums.get(name, 0.0)
+    return sums
+
+
 def _have_data_sets_of_their_own(loader: object) -> bool:
     """Return whether the ranks have different data sets, as of `data[rank::world_size]`. It is collective.
 
@@ -911,6 +983,7 @@ def _facts_of(trainer: Trainer) -> Facts:
         rule=replace(facts.rule, share=RULES["mean"].share),  # a user's function may have no pickle
         splits_batches=facts.splits_batches,
         replicated=facts.replicated,
+        sharded=isinstance(trainer.strategy, ModelParallelStrategy),
         accumulation=trainer.accumulate_grad_batches,
         automatic=trainer.lightning_module.automatic_optimization,
         epoch_batches=float(trainer.num_training_batches),

@@ -11,7 +11,7 @@ import gc
 import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby, zip_longest
 from typing import Any, NamedTuple, TypeAlias
@@ -30,6 +30,7 @@ from typing_extensions import override
 from lightning_gradavg._lightning.loaders import LoaderWrapper
 from lightning_gradavg.verify.record import MicroBatch, Record, Recorder, Refused, Tensors, loss_and_weight
 from lightning_gradavg.verify.report import Difference
+from lightning_gradavg.verify.shards import on_mesh_of_one
 
 __all__ = [
     "Build",
@@ -291,7 +292,11 @@ class Twin:
                 replay.replace_train_dataloader(owner)
         trainer = self._trainer(options, recorder, window)
         replay.trainer = trainer
-        with _world_of_one(), recorder.watching(module):
+        with ExitStack() as stack:
+            stack.enter_context(_world_of_one())
+            if facts.sharded:
+                stack.enter_context(on_mesh_of_one(module, self.device))
+            stack.enter_context(recorder.watching(module))
             trainer.fit(module, **data)
         record = recorder.record
         if not record.problem and len(record.steps) < len(steps):
