@@ -53,7 +53,9 @@ from verified_runs import (
     collate_in_random_order,
     compensate_by_hand,
     contrast_on_rank,
+    count_after_batches_on_rank_1,
     count_batches_on_rank_1,
+    count_in_step,
     count_one,
     count_samples_in_buffer,
     count_without_class_0,
@@ -77,6 +79,7 @@ from verified_runs import (
     loss_and_temperature,
     make_adams,
     make_batch_norm,
+    make_batch_norm_and_dropout,
     make_batch_norm_in_evaluation,
     make_communication_hook,
     make_contrastive_step,
@@ -111,7 +114,9 @@ from verified_runs import (
     make_weighted_step,
     make_words,
     make_words_with_dropout,
+    mean_at_step_end,
     mean_loss,
+    mean_loss_of_batch,
     mean_loss_of_first_loader,
     mean_loss_of_graphs,
     mean_loss_of_weighted_classes,
@@ -170,6 +175,7 @@ SUM = ours(reduction="sum")
 SPLIT = ours(split_batches=True)
 SINGLE_DEVICE = ours(equivalent_to="single_device")
 DATA_PARALLEL = ours(equivalent_to="data_parallel")
+FOUR_REPLICAS = ours(equivalent_to="data_parallel", num_replicas=4)
 
 # Of sharded models.
 SHARDS: Mapping[str, Callable[..., Any]] = {"configure_model": shard}
@@ -308,6 +314,40 @@ EQUAL = {
         strategy=SINGLE_DEVICE,
         hooks={"training_step_end": spread_at_step_end},
     ),
+    # Replicas, whose batch norm takes the statistics of each.
+    "replicas, batch norm, uneven chunks": Run(
+        make_batch_norm, loader=make_plain_loader(14, 7), strategy=DATA_PARALLEL
+    ),
+    "replicas, batch norm, weights": Run(
+        make_batch_norm,
+        make_weighted_step(mean_loss_without_class_0, count_without_class_0),
+        make_plain_loader(21, 7),
+        DATA_PARALLEL,
+        steps=3,
+    ),
+    "replicas, batch norm, dropout, four for two ranks": Run(
+        make_batch_norm_and_dropout,
+        make_weighted_step(mean_loss_without_class_0, count_without_class_0),
+        make_plain_loader(28, 14),
+        FOUR_REPLICAS,
+    ),
+    "replicas, batch norm, windows, three ranks": Run(
+        make_batch_norm, loader=make_plain_loader(33, 11), strategy=DATA_PARALLEL, window=2, ranks=3
+    ),
+    "replicas, `training_step_end`": Run(
+        step=outputs_of_batch,
+        loader=make_plain_loader(14, 5),
+        strategy=DATA_PARALLEL,
+        hooks={"training_step_end": spread_at_step_end},
+    ),
+    "replicas of a class of their own": Run(
+        make_batch_norm, mean_loss_of_graphs, make_plain_loader(14, 7, collate_fn=Graphs), DATA_PARALLEL
+    ),
+    "replicas, the same bits": Run(
+        make_batch_norm,
+        loader=make_plain_loader(16, 8),
+        strategy=ours(reproducible=True, num_replicas=2),
+    ),
     # Batches of other kinds.
     "padded texts with their weights, dropout": make_sampled_run(
         make_words_with_dropout, weighted_mean_over_tokens, load_texts, strategy=WEIGHTED_MEAN
@@ -440,6 +480,34 @@ DIFFERENT = {
         make_words, weighted_mean_over_tokens, load_texts
     ),
     "counts: class weights": Run(step=mean_loss_of_weighted_classes, strategy=WEIGHTED_MEAN),
+    "counts: tokens of replicas without weights": Run(
+        make_batch_norm, mean_loss_without_class_0, make_plain_loader(14, 7), DATA_PARALLEL
+    ),
+    "sum loss: of four replicas on two ranks": Run(
+        make_batch_norm_and_dropout, sum_loss, make_plain_loader(16, 8), FOUR_REPLICAS, factor=0.25
+    ),
+    "counts: weights of replicas": Run(
+        make_batch_norm,
+        make_weighted_step(mean_loss, count_without_class_0),
+        make_plain_loader(16, 8),
+        DATA_PARALLEL,
+    ),
+    "unexplained: weights of four replicas on two ranks": Run(
+        make_batch_norm,
+        make_weighted_step(mean_loss, count_without_class_0),
+        make_plain_loader(28, 14),
+        FOUR_REPLICAS,
+        says=["verify with as many processes as replicas"],
+    ),
+    "unsynchronised replicas: rates of replicas": Run(
+        make_batch_norm, loader=make_plain_loader(24, 8), strategy=DATA_PARALLEL, optimizer=make_sgd_by_rank
+    ),
+    "buffers of one rank: of replicas": Run(
+        make_layers_with_buffer,
+        loader=make_plain_loader(24, 8),
+        strategy=DATA_PARALLEL,
+        hooks={"on_train_batch_end": count_after_batches_on_rank_1},
+    ),
     "counts: a mean under `sum`": Run(
         loader=UNEVEN,
         strategy=SUM,
@@ -615,7 +683,25 @@ DIFFERENT = {
 
 NOT_SHOWN = {
     # What the strategy does on purpose.
-    "trains replicas": Run(make_batch_norm, loader=make_plain_loader(14, 7), strategy=DATA_PARALLEL),
+    "trains replicas in manual optimization": Run(
+        make_batch_norm, make_manual_step(), make_plain_loader(14, 7), DATA_PARALLEL, is_manual=True
+    ),
+    "something beside batch norm compares the samples of a replica": Run(
+        step=spread_of_batch, loader=make_plain_loader(14, 7), strategy=DATA_PARALLEL
+    ),
+    "training_step_end gets a number of every replica": Run(
+        make_batch_norm,
+        mean_loss_of_batch,
+        make_plain_loader(14, 7),
+        DATA_PARALLEL,
+        hooks={"training_step_end": mean_at_step_end},
+    ),
+    "it is not known which samples are those of a replica": Run(
+        make_batch_norm, mean_loss_of_graphs, make_plain_loader(24, 8, collate_fn=Graphs), FOUR_REPLICAS
+    ),
+    "the buffer 'net.seen' is that of replica 0": Run(
+        make_layers_with_buffer, count_in_step, make_plain_loader(14, 7), DATA_PARALLEL
+    ),
     "without HSDP and tensor parallelism": Run(
         loader=EVEN_ON_FOUR_RANKS, strategy=stock_sharded(4), ranks=4, hooks={"configure_model": shard_twice}
     ),

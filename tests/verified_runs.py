@@ -80,6 +80,10 @@ def make_batch_norm_in_evaluation() -> nn.Module:
     return make_batch_norm(track_running_stats=False).eval()
 
 
+def make_batch_norm_and_dropout() -> nn.Module:
+    return make_layers(nn.BatchNorm1d(8), nn.Dropout(0.5))
+
+
 def make_dropout() -> nn.Module:
     return make_layers(nn.Dropout(0.5))
 
@@ -270,6 +274,10 @@ def outputs_of_batch(module: Any, batch: Any) -> dict[str, Tensor]:
     return {"outputs": module.net(batch[0])}
 
 
+def mean_loss_of_batch(module: Any, batch: Any) -> dict[str, Tensor]:
+    return {"loss": mean_loss(module, batch)}
+
+
 def square_of_batch(module: Any, batch: Any) -> Tensor:
     return module.net(batch).square().mean()
 
@@ -376,6 +384,12 @@ def log_sum_over_ranks(module: Any, batch: Any) -> Tensor:
     dist.all_reduce(total)
     module.log("loss", total)
     return loss + (total - loss.detach())
+
+
+def count_in_step(module: Any, batch: Any) -> Tensor:
+    """Count the samples of a step in a buffer."""
+    module.net.seen.add_(len(batch[0]))
+    return mean_loss(module, batch)
 
 
 def compensate_by_hand(module: Any, batch: Tensor) -> Tensor:
@@ -530,6 +544,11 @@ def change_shard_of_rank_1(module: Any, outputs: Any, batch: Any, batch_idx: int
         module.net[0].weight.detach().to_local()[0, 0] += 1e-3
 
 
+def count_after_batches_on_rank_1(module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    if rank() == 1:
+        module.net.seen.add_(1)
+
+
 def count_batches_on_rank_1(module: Any, batch: Any, batch_idx: int) -> None:
     if rank() == 1:
         module.net.seen.add_(1)
@@ -560,6 +579,10 @@ def stop_in_one_process(module: Any, *_: Any) -> None:
 
 def spread_at_step_end(module: Any, outputs: dict[str, Tensor]) -> Tensor:
     return spread(outputs["outputs"])
+
+
+def mean_at_step_end(module: Any, outputs: dict[str, Tensor]) -> Tensor:
+    return outputs["loss"].mean()
 
 
 def make_communication_hook(change: Callable[[Tensor], Tensor]) -> Callable[..., torch.futures.Future[Tensor]]:

@@ -25,6 +25,7 @@ These are the cases of a reduced gradient that differs from `F`. The first that 
 | `G` is a combination, multiplied by the number of ranks | hand-compensated loss |
 | `G` is zero | unexplained |
 | every element of `G` is a number of 16 bits | 16-bit wire |
+| `G` is no multiple of `F`, and a rank computes its batch in several parts | unexplained |
 | `G` is no multiple of `F` | gradient hooks |
 | any other | unexplained |
 | **`F` is a combination of `P`, and the ranks' losses are others** (`_of_losses`) | |
@@ -133,16 +134,17 @@ def judge(
     records: Sequence[Record], build: Build, tolerance: float, double: bool = True, accelerator: str = "cpu"
 ) -> Report:
     """Return how a run, as all ranks recorded it, differs from one process, and why."""
-    problem = _first_problem(records)
+    facts = records[0].facts
+    twin = Twin(records, build, double, accelerator)
+    problem = _first_problem(records, twin)
     if problem:
-        facts = records[0].facts
         return Report(facts.strategy, facts.rule.name, len(records), 0, math.nan, remarks=[problem])
-    if records[0].facts.sharded:
+    if facts.sharded:
         join_shards(records)
-    return _Judge(records, Twin(records, build, double, accelerator), tolerance).report()
+    return _Judge(records, twin, tolerance).report()
 
 
-def _first_problem(records: Sequence[Record]) -> str:
+def _first_problem(records: Sequence[Record], twin: Twin) -> str:
     """Return why a run cannot be compared; "" if it can."""
     for record in records:
         if record.problem:
@@ -151,6 +153,8 @@ def _first_problem(records: Sequence[Record]) -> str:
             return "the run took no optimizer step"
     if records[0].facts.sharded and any(_stages_of(record) != _stages_of(records[0]) for record in records):
         return "the ranks take different optimizer steps, so their shards make no whole tensors"
+    if not twin.are_replicas_known():
+        return "it is not known which samples are those of a replica: use as many processes as replicas"
     return ""
 
 
@@ -237,6 +241,8 @@ class _Judge:
         batch = sum(rank_batch.micro_batch.size for rank_batch in self.twin.group_of_step(0))
         text = f"Compared with one process that takes the samples of all ranks as one batch, {batch} in step 0."
         batch_size = alone.reading.batch_size
+        if self.facts.replicas is not None:
+            return f"{text} Its batch norm normalizes the samples of each replica by themselves."
         if batch_size is None or self.facts.replicated or self.facts.sharded:
             return text
         is_other_batch = batch != batch_size * self.facts.accumulation
@@ -324,6 +330,11 @@ class _Judge:
             cause = "weights beside the gradient"
         else:
             cause = "buffers of one rank"
+        if stage == "buffers" and self.facts.replicas is not None:
+            raise Refused(
+                f"the buffer {name!r} is that of replica 0, of whose samples alone one process has only the running"
+                " statistics of batch norm"
+            )
         if stage not in _BESIDE_DRAWS:
             self._require_same_draws(alone, seen.step)
             self._require_difference_in_windows(seen.step, cause)
@@ -345,6 +356,11 @@ class _Judge:
         if SCOPE in self.records[0].scopes and not _is_plain_mean(evidence):
             return _Explanation(
                 "weighed global mean", f"{evidence.multiple}: the run weighs the ranks' losses once more"
+            )
+        if not evidence.right and self.facts.replicas is not None:
+            raise Refused(
+                "the gradient of a batch is no combination of those of its replicas: something beside batch norm"
+                " compares the samples of a replica with each other, and one process has only the whole batch for it"
             )
         if not evidence.right:
             return _of_whole(evidence)
@@ -384,7 +400,7 @@ class _Judge:
             # Ranks that take different optimizer steps are not compared with each other.
             with suppress(Refused):
                 for seen in compare_records(record, self.records[0], self.tolerance):
-                    if seen.stage == "buffers" and not self.facts.sharded:
+                    if seen.stage == "buffers" and not self._keeps_buffers_equal():
                         continue  # each rank may have its own: DDP broadcasts those of rank 0 before the next forward
                     difference = seen.difference
                     detail = (
@@ -398,6 +414,8 @@ class _Judge:
                         detail += ". The optimizer holds it, but the module does not register it: DDP does not know it"
                     elif seen.stage == "optimizer options" and difference.name.startswith("lr") and record.plateaus:
                         cause = "unsynchronised schedule"
+                    elif seen.stage == "buffers" and self.facts.replicas is not None:
+                        cause = "buffers of one rank"
                     elif seen.stage == "buffers":
                         cause = "buffers of one rank"
                         detail += ". fully_shard sends no buffers to other ranks"
@@ -406,6 +424,13 @@ class _Judge:
                         advice = "call fully_shard on the root module, too, or on one that has this parameter"
                     findings.append(Finding(cause, seen.stage, detail, seen.step, advice=advice))
         return findings
+
+    def _keeps_buffers_equal(self) -> bool:
+        """Return whether buffers must be equal on all ranks after a step.
+
+        Shards have no broadcast of buffers. Of replicas, `GradAvgStrategy` raises an error where they differ.
+        """
+        return self.facts.sharded or self.facts.replicas is not None
 
     def _first_logged_difference(self, alone: Record, compared_steps: int) -> Finding | None:
         """Return the first value that all ranks logged alike, as with `sync_dist`, and that differs."""
@@ -906,6 +931,12 @@ def _of_change(evidence: _Evidence) -> _Explanation:
         if values.any() and torch.equal(values.to(dtype).double(), values):
             name_of_type = str(dtype).removeprefix("torch.")
             return _Explanation("16-bit wire", f"every element of the gradient is a {name_of_type} number")
+    if evidence.factor is None and any(micro_batch.pieces for micro_batch in evidence.micro_batches):
+        return _Explanation(
+            "unexplained",
+            "the ranks compute their batches in several parts, each of which may have a weight of its own: verify with"
+            " as many processes as replicas, and without max_device_batch_size",
+        )
     if evidence.factor is None:
         return _Explanation(
             "gradient hooks",

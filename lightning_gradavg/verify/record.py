@@ -57,6 +57,7 @@ __all__ = [
     "Record",
     "Recorder",
     "Refused",
+    "Replica",
     "SampleId",
     "Snapshot",
     "Step",
@@ -163,6 +164,13 @@ class Reading:
     replaces: bool = False
 
 
+class Replica(NamedTuple):
+    """Consecutive samples of a batch that `nn.DataParallel` would compute on one device."""
+
+    samples: int
+    is_first: bool  # whether its buffers are those of the module afterwards
+
+
 @dataclass
 class MicroBatch:
     """One micro-batch on one rank.
@@ -174,6 +182,8 @@ class MicroBatch:
         size: The number of samples.
         unknown_because: Why the samples are not known; "" if they are.
         sample_keys: What the samples draw from, if the micro-batch joins those of several ranks.
+        pieces: The number of samples of each piece, if the strategy ran the batch in pieces, such as replicas.
+        replicas: The same of the ranks that it joins, if batch norm normalizes the samples of each by themselves.
         counts: Whether its samples count: not if the strategy only kept the rank busy.
         loss: The value of the loss; of the first, if an optimizer asks for several.
         weight: The weight that `training_step` returned with it.
@@ -186,10 +196,19 @@ class MicroBatch:
     size: int = 1
     unknown_because: str = _NO_COLLATE_FN
     sample_keys: Sequence[SampleKey] = ()
+    pieces: list[int] = field(default_factory=list)
+    replicas: Sequence[Replica] = ()
     counts: bool = True
     loss: float = math.nan
     weight: float | None = None
     draws: list[Draw] = field(default_factory=list)
+
+    @property
+    def sizes_of_pieces(self) -> Sequence[int]:
+        """The numbers of samples that the rank computed at once, one after the other."""
+        if self.pieces:
+            return self.pieces
+        return [self.size]
 
 
 class Snapshot(NamedTuple):
@@ -220,6 +239,8 @@ class Facts:
         rule: Its reduction rule; of stock DDP the mean.
         splits_batches: Whether each rank takes its chunk of the loader's batches.
         replicated: Whether a training step runs once per replica, so that batch statistics are those of all ranks.
+        replicas: The number of chunks of a loader batch that have batch statistics of their own, as with
+            `nn.DataParallel`; None if there are none.
         sharded: Whether the ranks share the model by `fully_shard`, where each has its own buffers.
         accumulation: Loader batches per optimizer step.
         automatic: Whether Lightning optimizes, and not the module.
@@ -231,6 +252,7 @@ class Facts:
     rule: Rule = RULES["mean"]
     splits_batches: bool = False
     replicated: bool = False
+    replicas: int | None = None
     sharded: bool = False
     accumulation: int = 1
     automatic: bool = True
@@ -523,6 +545,7 @@ class Recorder(Callback):
     Attributes:
         record: What is recorded.
         sample_keys: What the samples of the running batch draw from.
+        replicas: The replicas of the running batch, if it joins those of ranks.
         mode: The mode in which a batch is computed.
         loading: What batches are made of.
         plugin: The precision plugin that the Trainer is to have.
@@ -551,6 +574,7 @@ class Recorder(Callback):
         self._snapshots: list[Snapshot] = []
         # Of the running batch.
         self.sample_keys: Sequence[SampleKey] = []
+        self.replicas: Sequence[Replica] = []
         self._epoch = 0
         self._computed_samples = 0  # by the pieces before
         self._batch_scope = ExitStack()
@@ -672,6 +696,7 @@ class Recorder(Callback):
         if not self.sample_keys:
             window_index = len(self._window)
             self.sample_keys = [(window_index, self.record.rank, place) for place in range(micro_batch.size)]
+        self.replicas = micro_batch.replicas
         self._window.append(micro_batch)
         self._epoch = self.trainer.current_epoch
         self._computed_samples = 0
@@ -697,7 +722,7 @@ class Recorder(Callback):
         micro_batch = self._window[-1]
         # A stand-in is known here, and not yet when the batch arrives: strategies hear of it in `on_train_batch_start`.
         micro_batch.counts = _strategy_facts(self.trainer).samples != 0
-        self._select_keys_of_piece(args[0])
+        self._begin_piece(args[0])
         self._seed_step()  # whatever state the strategy has the step begin from
         _, *others_before = random_state()
         with mock.patch.object(self.mode, "is_in_step", new=True):
@@ -706,12 +731,13 @@ class Recorder(Callback):
         if others_before != others_after:
             self.mode.shared["a generator of Python or NumPy"] = None
         loss, micro_batch.weight = loss_and_weight(output)
-        # The first value is kept: L-BFGS asks for several in one step.
-        if isinstance(loss, Tensor) and loss.numel() == 1 and math.isnan(micro_batch.loss):
+        # The loss of a piece is not that of the batch. The first value is kept: L-BFGS asks for several in one step.
+        is_whole = not micro_batch.pieces
+        if is_whole and isinstance(loss, Tensor) and loss.numel() == 1 and math.isnan(micro_batch.loss):
             micro_batch.loss = float(loss.detach())
         return output
 
-    def _select_keys_of_piece(self, piece: object) -> None:
+    def _begin_piece(self, piece: object) -> None:
         """Let the samples of a piece draw. A strategy may run a batch in pieces, one call after the other, in order."""
         with suppress(ValueError):  # a batch without a number of samples, such as a graph, is no piece
             samples = batch_samples(piece)
@@ -720,6 +746,11 @@ class Recorder(Callback):
                 stop = start + samples
                 self.mode.sample_keys = self.sample_keys[start:stop]
                 self._computed_samples = stop
+                pieces = self._window[-1].pieces
+                if start == 0:
+                    pieces.clear()
+                pieces.append(samples)
+                self.mode.trace.clear()  # one process draws for all pieces at once
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Note the reduced gradients, every time the optimizer asks for the loss."""
@@ -970,10 +1001,10 @@ def _facts_of(trainer: Trainer) -> Facts:
     """Return how a run is set up, or raise `Refused` if one process cannot be set up so."""
     name = type(trainer.strategy).__name__
     facts = _strategy_facts(trainer)
-    if facts.replicas is not None:
+    if facts.replicas is not None and not trainer.lightning_module.automatic_optimization:
         raise Refused(
-            f"{name} trains replicas with batch statistics of their own, which one process does not have: verify the"
-            " run without num_replicas= and equivalent_to='data_parallel'"
+            f"{name} trains replicas in manual optimization: verify the run without num_replicas= and"
+            " equivalent_to='data_parallel'"
         )
     if facts.scales_rates:
         raise Refused("lr_scaling= changes the learning rate with the number of ranks: verify the run without")
@@ -983,6 +1014,7 @@ def _facts_of(trainer: Trainer) -> Facts:
         rule=replace(facts.rule, share=RULES["mean"].share),  # a user's function may have no pickle
         splits_batches=facts.splits_batches,
         replicated=facts.replicated,
+        replicas=facts.replicas,
         sharded=isinstance(trainer.strategy, ModelParallelStrategy),
         accumulation=trainer.accumulate_grad_batches,
         automatic=trainer.lightning_module.automatic_optimization,
