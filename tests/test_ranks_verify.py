@@ -602,6 +602,12 @@ DIFFERENT = {
     "non-decomposable loss: shards, a normalized gradient": Run(
         step=make_step(call_with_normalized_gradient), strategy=SHARDED_MEAN, hooks=SHARDS
     ),
+    "contrastive loss: shards": Run(
+        step=contrast_on_rank,
+        strategy=SHARDED_MEAN,
+        hooks=SHARDS,
+        says=["Do: compare with the samples of all ranks: lightning_gradavg.gather.\n"],
+    ),
     "detached gather: shards": make_sampled_run(
         step=make_contrastive_step("`self.all_gather`"), strategy=SHARDED_MEAN, hooks=SHARDS
     ),
