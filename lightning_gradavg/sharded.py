@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_gradavg._lightning.options import StrategyFacts
 from lightning_gradavg._support.means import averages_integers, mean_of_integers
 from lightning_gradavg._support.text import plural
 from lightning_gradavg._training import WeighedTraining
@@ -87,6 +88,14 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         windows = OpenWindows(options, gradients)
         self._guard = BypassGuard(gradients.leaves(), rule.name, lambda: windows.are_in_backward)
         return Weighed(windows, PieceGradients(()))
+
+    def facts(self) -> StrategyFacts:
+        """Return what determines the mathematics of a run in training."""
+        return StrategyFacts(
+            rule=self._reduction.rule,
+            accumulation=self._reduction.run.loop.accumulation,
+            samples=self._samples,
+        )
 
     @override
     def teardown(self) -> None:

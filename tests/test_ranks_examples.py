@@ -136,6 +136,30 @@ def test_a_config_alone_trains_and_proves(tmp_path):
     assert "EQUAL: every step matches one process." in printed
 
 
+STRATEGY_OF_EIGHT_RANKS = """
+from lightning_gradavg import GradAvgModelParallelStrategy
+from examples.sharded import Transformer, data as samples
+from torch.utils.data import DataLoader
+
+def data():
+    return DataLoader(samples(), batch_size=4)
+
+def make_strategy():
+    return GradAvgModelParallelStrategy(reduction="weighted_mean", data_parallel_size=8, tensor_parallel_size=1)
+"""
+
+
+@pytest.mark.full
+@NEEDS_SHARDS_ON_CPU
+def test_a_sharded_model_is_verified_on_fewer_ranks(tmp_path):
+    """`gradavg verify` shards over its own processes, whatever number the strategy is made for."""
+    (tmp_path / "train.py").write_text(STRATEGY_OF_EIGHT_RANKS)
+    names = ["train.py:Transformer", "--data", "train.py:data", "--strategy", "train.py:make_strategy"]
+    printed = started("-m", "lightning_gradavg", "verify", *names, "--trainer", "max_epochs=1", folder=tmp_path)
+    assert "EQUAL: every step matches one process." in printed
+    assert "GradAvgModelParallelStrategy, reduction 'weighted_mean', ranks: 2, optimizer steps: 3" in printed
+
+
 def assert_shows(notebook):
     """The notebook has its picture, and differences that are rounding where GradAvg weighs, and not in stock DDP."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]

@@ -24,7 +24,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from orders import Graphs
-from ranks import RankEnvironment
+from ranks import NEEDS_SHARDS_ON_CPU, RankEnvironment
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from toys import GATHERS, Toy
@@ -44,12 +44,18 @@ from verified_runs import (
     call_with_draw_of_batch,
     call_with_draw_of_python,
     call_with_list,
+    call_with_normalized_gradient,
+    change_shard_of_rank_1,
     change_weight_of_rank_1,
     clamped_mean,
     clip_norm,
+    clip_norm_of_shards,
     collate_in_random_order,
     compensate_by_hand,
     contrast_on_rank,
+    count_after_batches_on_rank_1,
+    count_batches_on_rank_1,
+    count_in_step,
     count_one,
     count_samples_in_buffer,
     count_without_class_0,
@@ -73,6 +79,7 @@ from verified_runs import (
     loss_and_temperature,
     make_adams,
     make_batch_norm,
+    make_batch_norm_and_dropout,
     make_batch_norm_in_evaluation,
     make_communication_hook,
     make_contrastive_step,
@@ -80,6 +87,7 @@ from verified_runs import (
     make_frozen,
     make_generator_and_critic,
     make_layers,
+    make_layers_by_rank,
     make_layers_in_list,
     make_layers_times_ranks,
     make_layers_with_buffer,
@@ -106,7 +114,9 @@ from verified_runs import (
     make_weighted_step,
     make_words,
     make_words_with_dropout,
+    mean_at_step_end,
     mean_loss,
+    mean_loss_of_batch,
     mean_loss_of_first_loader,
     mean_loss_of_graphs,
     mean_loss_of_weighted_classes,
@@ -123,11 +133,20 @@ from verified_runs import (
     read_moved_without_end,
     read_norms_of_gradients,
     scale_by_calls,
+    shard,
+    shard_and_add_up,
+    shard_first_layer,
+    shard_in_bfloat16,
+    shard_twice,
+    shard_without_sums,
+    shard_without_values,
+    sharded,
     spread_at_step_end,
     spread_of_batch,
     square_of_batch,
     step_once_per_rank,
     stock,
+    stock_sharded,
     stop_in_one_process,
     sum_loss,
     train_generator_and_critic,
@@ -156,6 +175,14 @@ SUM = ours(reduction="sum")
 SPLIT = ours(split_batches=True)
 SINGLE_DEVICE = ours(equivalent_to="single_device")
 DATA_PARALLEL = ours(equivalent_to="data_parallel")
+FOUR_REPLICAS = ours(equivalent_to="data_parallel", num_replicas=4)
+
+# Of sharded models.
+SHARDS: Mapping[str, Callable[..., Any]] = {"configure_model": shard}
+SHARDED_MEAN = stock_sharded()
+SHARDED_WEIGHTED_MEAN = sharded(reduction="weighted_mean")
+EVEN_ON_FOUR_RANKS = make_sized_loader((4, 4), (4, 4), (4, 4), (4, 4))
+UNEVEN_ON_FOUR_RANKS = make_sized_loader((6, 4), (2, 2), (3, 4), (1, 5))
 
 
 @dataclass(frozen=True)
@@ -287,6 +314,40 @@ EQUAL = {
         strategy=SINGLE_DEVICE,
         hooks={"training_step_end": spread_at_step_end},
     ),
+    # Replicas, whose batch norm takes the statistics of each.
+    "replicas, batch norm, uneven chunks": Run(
+        make_batch_norm, loader=make_plain_loader(14, 7), strategy=DATA_PARALLEL
+    ),
+    "replicas, batch norm, weights": Run(
+        make_batch_norm,
+        make_weighted_step(mean_loss_without_class_0, count_without_class_0),
+        make_plain_loader(21, 7),
+        DATA_PARALLEL,
+        steps=3,
+    ),
+    "replicas, batch norm, dropout, four for two ranks": Run(
+        make_batch_norm_and_dropout,
+        make_weighted_step(mean_loss_without_class_0, count_without_class_0),
+        make_plain_loader(28, 14),
+        FOUR_REPLICAS,
+    ),
+    "replicas, batch norm, windows, three ranks": Run(
+        make_batch_norm, loader=make_plain_loader(33, 11), strategy=DATA_PARALLEL, window=2, ranks=3
+    ),
+    "replicas, `training_step_end`": Run(
+        step=outputs_of_batch,
+        loader=make_plain_loader(14, 5),
+        strategy=DATA_PARALLEL,
+        hooks={"training_step_end": spread_at_step_end},
+    ),
+    "replicas of a class of their own": Run(
+        make_batch_norm, mean_loss_of_graphs, make_plain_loader(14, 7, collate_fn=Graphs), DATA_PARALLEL
+    ),
+    "replicas, the same bits": Run(
+        make_batch_norm,
+        loader=make_plain_loader(16, 8),
+        strategy=ours(reproducible=True, num_replicas=2),
+    ),
     # Batches of other kinds.
     "padded texts with their weights, dropout": make_sampled_run(
         make_words_with_dropout, weighted_mean_over_tokens, load_texts, strategy=WEIGHTED_MEAN
@@ -309,6 +370,61 @@ EQUAL = {
     **{f"contrastive, gathered by {way}": make_sampled_run(step=make_contrastive_step(way)) for way in GATHERS},
     "compiled, dropout": make_sampled_run(make_dropout, make_step(call_compiled)),
     "checkpointed, reentrant, dropout": make_sampled_run(make_dropout, make_step(call_reentrant)),
+    # Sharded models, under Lightning's strategy and under that of this package.
+    "shards, dropout, clipping": Run(
+        make_dropout, strategy=SHARDED_MEAN, hooks=SHARDS, trainer={"gradient_clip_val": 0.1}
+    ),
+    "shards on four ranks, mixed precision": Run(
+        loader=EVEN_ON_FOUR_RANKS, strategy=stock_sharded(4), ranks=4, hooks={"configure_model": shard_in_bfloat16}
+    ),
+    "shards, Lightning's sampler, in float32": make_sampled_run(
+        strategy=SHARDED_MEAN, hooks=SHARDS, is_double=False, tolerance=1e-4
+    ),
+    "shards, global means": Run(step=global_means, loader=UNEVEN, strategy=SHARDED_MEAN, hooks=SHARDS),
+    "shards that are added up, of a loss by the samples of all ranks": Run(
+        step=divide_by_count_of_all_ranks,
+        loader=UNEVEN,
+        strategy=SHARDED_MEAN,
+        hooks={"configure_model": shard_and_add_up},
+    ),
+    "shards, AdamW, one cycle": Run(strategy=SHARDED_MEAN, hooks=SHARDS, optimizer=make_one_cycle),
+    "weighted shards on four ranks, dropout": Run(
+        make_dropout,
+        loader=UNEVEN_ON_FOUR_RANKS,
+        strategy=sharded(4, reduction="weighted_mean"),
+        ranks=4,
+        hooks=SHARDS,
+    ),
+    "weighted shards on four ranks, padded texts": make_sampled_run(
+        make_words_with_dropout,
+        weighted_mean_over_tokens,
+        load_texts,
+        strategy=sharded(4, reduction="weighted_mean"),
+        ranks=4,
+        hooks=SHARDS,
+    ),
+    "weighted shards, mixed precision": Run(
+        loader=UNEVEN, strategy=SHARDED_WEIGHTED_MEAN, hooks={"configure_model": shard_in_bfloat16}
+    ),
+    "weighted shards, windows, a short last one": Run(
+        step=make_weighted_step(mean_loss_without_class_0, count_without_class_0),
+        loader=make_sized_loader((6, 4, 3), (2, 4, 1)),
+        strategy=SHARDED_WEIGHTED_MEAN,
+        window=2,
+        hooks=SHARDS,
+    ),
+    "weighted shards, a stream that ends first on one rank": Run(
+        loader=make_stream_loader("uneven parts"), strategy=SHARDED_WEIGHTED_MEAN, steps=4, hooks=SHARDS
+    ),
+    "shards, `normalized_sum`": Run(
+        step=sum_loss, loader=UNEVEN, strategy=sharded(reduction="normalized_sum"), hooks=SHARDS
+    ),
+    "shards, clipping in manual optimization": Run(
+        step=make_manual_step(), strategy=sharded(), is_manual=True, hooks=SHARDS
+    ),
+    "shards, contrastive, gathered": make_sampled_run(
+        step=make_contrastive_step("lightning_gradavg"), strategy=sharded(), hooks=SHARDS
+    ),
 }
 
 
@@ -364,6 +480,34 @@ DIFFERENT = {
         make_words, weighted_mean_over_tokens, load_texts
     ),
     "counts: class weights": Run(step=mean_loss_of_weighted_classes, strategy=WEIGHTED_MEAN),
+    "counts: tokens of replicas without weights": Run(
+        make_batch_norm, mean_loss_without_class_0, make_plain_loader(14, 7), DATA_PARALLEL
+    ),
+    "sum loss: of four replicas on two ranks": Run(
+        make_batch_norm_and_dropout, sum_loss, make_plain_loader(16, 8), FOUR_REPLICAS, factor=0.25
+    ),
+    "counts: weights of replicas": Run(
+        make_batch_norm,
+        make_weighted_step(mean_loss, count_without_class_0),
+        make_plain_loader(16, 8),
+        DATA_PARALLEL,
+    ),
+    "unexplained: weights of four replicas on two ranks": Run(
+        make_batch_norm,
+        make_weighted_step(mean_loss, count_without_class_0),
+        make_plain_loader(28, 14),
+        FOUR_REPLICAS,
+        says=["verify with as many processes as replicas"],
+    ),
+    "unsynchronised replicas: rates of replicas": Run(
+        make_batch_norm, loader=make_plain_loader(24, 8), strategy=DATA_PARALLEL, optimizer=make_sgd_by_rank
+    ),
+    "buffers of one rank: of replicas": Run(
+        make_layers_with_buffer,
+        loader=make_plain_loader(24, 8),
+        strategy=DATA_PARALLEL,
+        hooks={"on_train_batch_end": count_after_batches_on_rank_1},
+    ),
     "counts: a mean under `sum`": Run(
         loader=UNEVEN,
         strategy=SUM,
@@ -447,6 +591,97 @@ DIFFERENT = {
     "logged value: summed over the ranks": make_sampled_run(
         step=log_sum_over_ranks, factor=2.0, says=["in the logged values", "the training is the same"]
     ),
+    # Sharded models, under Lightning's strategy and under that of this package.
+    "duplicated stream: shards": Run(
+        loader=make_stream_loader("all"),
+        strategy=SHARDED_MEAN,
+        hooks=SHARDS,
+        says=["Do: remove sharded_by_rank, or let every rank read its own part"],
+    ),
+    "batch norm: shards": Run(make_batch_norm, strategy=SHARDED_MEAN, hooks=SHARDS),
+    "non-decomposable loss: shards, a normalized gradient": Run(
+        step=make_step(call_with_normalized_gradient), strategy=SHARDED_MEAN, hooks=SHARDS
+    ),
+    "contrastive loss: shards": Run(
+        step=contrast_on_rank,
+        strategy=SHARDED_MEAN,
+        hooks=SHARDS,
+        says=["Do: compare with the samples of all ranks: lightning_gradavg.gather.\n"],
+    ),
+    "detached gather: shards": make_sampled_run(
+        step=make_contrastive_step("`self.all_gather`"), strategy=SHARDED_MEAN, hooks=SHARDS
+    ),
+    "sum loss: shards on four ranks": Run(
+        step=sum_loss,
+        loader=EVEN_ON_FOUR_RANKS,
+        strategy=stock_sharded(4),
+        ranks=4,
+        hooks=SHARDS,
+        factor=0.25,
+        says=[
+            "Do: use GradAvgModelParallelStrategy(reduction=",
+            "-trainer = Trainer(strategy=ModelParallelStrategy(...), ...)",
+            '+trainer = Trainer(strategy=GradAvgModelParallelStrategy(..., reduction="sum"), ...)',
+        ],
+    ),
+    "mean of means: shards": Run(loader=UNEVEN, strategy=SHARDED_MEAN, hooks=SHARDS),
+    "mean of means: shards under `mean`, on four ranks": Run(
+        loader=UNEVEN_ON_FOUR_RANKS, strategy=sharded(4), ranks=4, hooks=SHARDS
+    ),
+    "counts: shards under `sum`": Run(strategy=sharded(reduction="sum"), hooks=SHARDS, factor=2.0),
+    "short window: shards": Run(
+        loader=THREE_BATCHES,
+        strategy=SHARDED_MEAN,
+        window=2,
+        hooks=SHARDS,
+        says=["-trainer = Trainer(strategy=ModelParallelStrategy", "+trainer = Trainer(strategy=GradAvgModelParallel"],
+    ),
+    "divide factor": Run(
+        strategy=SHARDED_MEAN,
+        hooks={"configure_model": shard_and_add_up},
+        factor=2.0,
+        says=["fully_shard divides the sum over 2 ranks by 1", "Do: leave out set_gradient_divide_factor"],
+    ),
+    "unexplained: shards whose gradients are never summed": Run(
+        strategy=SHARDED_MEAN,
+        hooks={"configure_model": shard_without_sums},
+        says=["the run has no gradient, as if the ranks never reduced theirs"],
+    ),
+    "unexplained: shards that are clipped by a norm of their own": Run(
+        strategy=SHARDED_MEAN,
+        hooks={**SHARDS, "on_before_optimizer_step": clip_norm_of_shards},
+        says=["in the clipped gradient"],
+    ),
+    "hand-compensated loss: shards on four ranks": Run(
+        step=make_scaled_step(world_size),
+        loader=EVEN_ON_FOUR_RANKS,
+        strategy=stock_sharded(4),
+        ranks=4,
+        hooks=SHARDS,
+        factor=4.0,
+    ),
+    "initial weights: shards of other weights on every rank": Run(
+        make_layers_by_rank, strategy=SHARDED_MEAN, hooks=SHARDS
+    ),
+    "unsynchronised replicas: a root that is not sharded": Run(
+        strategy=SHARDED_MEAN,
+        hooks={"configure_model": shard_first_layer},
+        says=[
+            "parameter `net.2.",
+            "fully_shard does not know it, so nothing averages its gradient",
+            "Do: call fully_shard on the root module",
+        ],
+    ),
+    "unsynchronised replicas: rates of shards": Run(strategy=sharded(), hooks=SHARDS, optimizer=make_sgd_by_rank),
+    "weights beside the gradient: of a shard": Run(
+        strategy=SHARDED_MEAN, hooks={**SHARDS, "on_train_batch_end": change_shard_of_rank_1}
+    ),
+    "buffers of one rank: shards": Run(
+        make_layers_with_buffer,
+        strategy=SHARDED_MEAN,
+        hooks={**SHARDS, "on_train_batch_start": count_batches_on_rank_1},
+        says=["buffer `net.seen`: 1 on rank 1, 0 on rank 0. fully_shard sends no buffers to other ranks"],
+    ),
 }
 
 
@@ -454,7 +689,31 @@ DIFFERENT = {
 
 NOT_SHOWN = {
     # What the strategy does on purpose.
-    "trains replicas": Run(make_batch_norm, loader=make_plain_loader(14, 7), strategy=DATA_PARALLEL),
+    "trains replicas in manual optimization": Run(
+        make_batch_norm, make_manual_step(), make_plain_loader(14, 7), DATA_PARALLEL, is_manual=True
+    ),
+    "something beside batch norm compares the samples of a replica": Run(
+        step=spread_of_batch, loader=make_plain_loader(14, 7), strategy=DATA_PARALLEL
+    ),
+    "training_step_end gets a number of every replica": Run(
+        make_batch_norm,
+        mean_loss_of_batch,
+        make_plain_loader(14, 7),
+        DATA_PARALLEL,
+        hooks={"training_step_end": mean_at_step_end},
+    ),
+    "it is not known which samples are those of a replica": Run(
+        make_batch_norm, mean_loss_of_graphs, make_plain_loader(24, 8, collate_fn=Graphs), FOUR_REPLICAS
+    ),
+    "the buffer 'net.seen' is that of replica 0": Run(
+        make_layers_with_buffer, count_in_step, make_plain_loader(14, 7), DATA_PARALLEL
+    ),
+    "without HSDP and tensor parallelism": Run(
+        loader=EVEN_ON_FOUR_RANKS, strategy=stock_sharded(4), ranks=4, hooks={"configure_model": shard_twice}
+    ),
+    "weights that have values before fully_shard": Run(
+        strategy=SHARDED_MEAN, hooks={"configure_model": shard_without_values}
+    ),
     "lr_scaling= changes the learning rate": Run(
         loader=make_plain_loader(16, 8), strategy=ours(lr_scaling="linear", base_batch_size=4, split_batches=True)
     ),
@@ -541,6 +800,8 @@ def make_parameters_of_runs() -> list[Any]:
         marks = []
         if name == "compiled, dropout":
             marks.append(RUNS_COMPILED_EAGERLY)
+        if "configure_model" in RUNS[name].hooks:
+            marks.append(NEEDS_SHARDS_ON_CPU)
         parameters.append(pytest.param(name, marks=marks))
     return parameters
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder, LearningRateMonitor
+from lightning.pytorch.strategies import ModelParallelStrategy
 from test_ranks_verify import RUNS
 from torch import nn
 from toys import MLP
@@ -22,9 +23,18 @@ from lightning_gradavg import verify
 from lightning_gradavg.cli import main
 from lightning_gradavg.cli.lightning import read_names
 from lightning_gradavg.verify.draws import Draws
-from lightning_gradavg.verify.record import sketch
+from lightning_gradavg.verify.explain import judge
+from lightning_gradavg.verify.record import Facts, Record, Snapshot, Step, join_shards, sketch
 from lightning_gradavg.verify.report import CAUSES, Difference, Finding, Report, explanation
-from lightning_gradavg.verify.run import Target, imported, quiet_options, require_memory, resolve_strategy, user_run_of
+from lightning_gradavg.verify.run import (
+    Target,
+    imported,
+    quiet_options,
+    require_memory,
+    resolve_strategy,
+    shard_over,
+    user_run_of,
+)
 from lightning_gradavg.verify.twin import compare_tensors
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -147,6 +157,29 @@ def test_tensors_are_measured_against_themselves(found, expected, differs):
         assert numbers == pytest.approx([seen.relative, seen.found, seen.expected], nan_ok=True)
 
 
+def shards_of_rank(*snapshots):
+    """Return the record of a rank that took one step in a sharded run."""
+    return Record(facts=Facts(sharded=True), steps=[Step(0, [], list(snapshots), {})])
+
+
+def test_shards_add_up_to_the_whole():
+    """What is no shard stays that of its rank, and a rank without a tensor, as without a gradient, adds nothing."""
+    first = Snapshot("weights", {"shard": torch.tensor([1.0, 0.0]), "own": torch.tensor([5.0])}, frozenset({"shard"}))
+    last = Snapshot("weights", {"shard": torch.tensor([0.0, 2.0]), "own": torch.tensor([7.0])}, frozenset({"shard"}))
+    records = [shards_of_rank(first), shards_of_rank(Snapshot("weights", {})), shards_of_rank(last)]
+    join_shards(records)
+    joined = [record.steps[0].snapshots[0].tensors for record in records]
+    assert [[1.0, 2.0]] * 3 == [tensors["shard"].tolist() for tensors in joined]
+    assert [5.0, 7.0] == [joined[0]["own"].item(), joined[2]["own"].item()]
+
+
+def test_shards_of_other_steps_are_not_joined():
+    weights = Snapshot("weights", {})
+    records = [shards_of_rank(Snapshot("reduced gradient", {}), weights), shards_of_rank(weights)]
+    expected = "the ranks take different optimizer steps, so their shards make no whole tensors"
+    assert [expected] == judge(records, lambda: None, 1e-8).remarks
+
+
 def report(*findings, remarks=(), steps=2):
     return Report("DDPStrategy", "mean", 1, steps, 1e-8, findings, remarks)
 
@@ -226,8 +259,11 @@ def test_the_pages_say_what_the_code_knows(capsys):
         (["torch.nn:Linear", "--steps", "0"], "steps must be 1 or more, got 0"),
         (["torch.nn:Linear", "--tolerance", "0"], "tolerance is a relative difference > 0, got 0.0"),
         (["torch.nn:Linear", "--accelerator", "tpu"], "2 ranks need as many devices of type 'tpu', and torch finds 0"),
-        (["torch.nn:Linear", "--strategy", "fsdp"], "gradients of whole models.*got FSDPStrategy"),
-        (["torch.nn:Linear", "--strategy", "gradavg_model_parallel"], "whole models.*got GradAvgModelParallelStrategy"),
+        (["torch.nn:Linear", "--strategy", "fsdp"], "DDPStrategy and ModelParallelStrategy.*got FSDPStrategy"),
+        (
+            ["torch.nn:Linear", "--strategy", "gradavg_model_parallel"],
+            "no tensor parallelism; GradAvgModelParallelStrategy has tensor_parallel_size='auto'",
+        ),
         (["torch.nn:Linear", "--strategy", "adhoc"], "strategy='adhoc' is not registered. It has .*gradavg"),
     ],
 )
@@ -272,6 +308,18 @@ def init(**given):
         (Target(lambda: user_run_of(lambda: nn.Linear(1, 1))).build, "got .* of type Linear"),
         (Target(lambda: user_run_of(MLP)).build, "there is no training data: give --data"),
         (lambda: require_memory(nn.Linear(10**8, 10**4, device="meta"), 2, double=True), "2 processes need 8e.04 GB"),
+        (
+            lambda: require_memory(nn.Linear(10**8, 10**4, device="meta"), 4, double=True, sharded=True),
+            "4 processes need 1.04e.05 GB",
+        ),
+        (
+            lambda: resolve_strategy(ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)),
+            "ModelParallelStrategy has tensor_parallel_size=2 .*Set tensor_parallel_size=1",
+        ),
+        (
+            lambda: shard_over(ModelParallelStrategy(tensor_parallel_size=1), 2, "cuda"),
+            "sharded models on the CPU, got accelerator 'cuda'",
+        ),
         (lambda: init(lr="high"), "--init: .*lr.*float'>. Got value: high"),
         (lambda: init(width=3), "--init: Option 'width' is not accepted"),
         (lambda: imported("nowhere:Net"), "'nowhere:Net' cannot be imported: No module named 'nowhere'"),

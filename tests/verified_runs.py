@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from orders import Augmented
 from torch import Tensor, nn
+from torch.distributed import device_mesh
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.functional import cross_entropy, dropout, softplus
 from torch.nn.utils.rnn import pad_sequence
@@ -25,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 from toys import GATHERS
 
-from lightning_gradavg import GradAvgStrategy, global_mean
+from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy, global_mean
 
 MakeLayers = Callable[[], nn.Module]
 Step = Callable[[Any, Any], Any]
@@ -79,6 +80,10 @@ def make_batch_norm_in_evaluation() -> nn.Module:
     return make_batch_norm(track_running_stats=False).eval()
 
 
+def make_batch_norm_and_dropout() -> nn.Module:
+    return make_layers(nn.BatchNorm1d(8), nn.Dropout(0.5))
+
+
 def make_dropout() -> nn.Module:
     return make_layers(nn.Dropout(0.5))
 
@@ -119,6 +124,11 @@ class Texts(nn.Module):
 def make_layers_times_ranks() -> nn.Module:
     """Return layers whose initial weights depend on the number of ranks."""
     return make_layers(change=lambda net: net[0].weight.data.mul_(world_size()))
+
+
+def make_layers_by_rank() -> nn.Module:
+    """Return layers whose initial weights depend on the rank, as without a seed."""
+    return make_layers(change=lambda net: net[0].weight.data.mul_(1 + rank()))
 
 
 def make_layers_with_tiny_gradient() -> nn.Module:
@@ -179,6 +189,13 @@ def call_with_draw_of_python(net: nn.Module, x: Tensor) -> Tensor:
 def call_with_draw_of_batch(net: nn.Module, x: Tensor) -> Tensor:
     """Draw one number for a whole batch."""
     return net(x * torch.rand(1))
+
+
+def call_with_normalized_gradient(net: nn.Module, x: Tensor) -> Tensor:
+    """Call a net whose gradient is normalized over all samples of a batch, while the loss stays as it is."""
+    outputs = net(x)
+    outputs.register_hook(lambda gradient: gradient / gradient.norm())
+    return outputs
 
 
 def call_quantized(net: nn.Module, x: Tensor) -> Tensor:
@@ -255,6 +272,10 @@ def spread_of_batch(module: Any, batch: Any) -> Tensor:
 
 def outputs_of_batch(module: Any, batch: Any) -> dict[str, Tensor]:
     return {"outputs": module.net(batch[0])}
+
+
+def mean_loss_of_batch(module: Any, batch: Any) -> dict[str, Tensor]:
+    return {"loss": mean_loss(module, batch)}
 
 
 def square_of_batch(module: Any, batch: Any) -> Tensor:
@@ -363,6 +384,12 @@ def log_sum_over_ranks(module: Any, batch: Any) -> Tensor:
     dist.all_reduce(total)
     module.log("loss", total)
     return loss + (total - loss.detach())
+
+
+def count_in_step(module: Any, batch: Any) -> Tensor:
+    """Count the samples of a step in a buffer."""
+    module.net.seen.add_(len(batch[0]))
+    return mean_loss(module, batch)
 
 
 def compensate_by_hand(module: Any, batch: Tensor) -> Tensor:
@@ -504,6 +531,29 @@ def add_noise_to_gradients(module: Any, optimizer: Any) -> None:
         parameter.grad.add_(torch.randn_like(parameter))
 
 
+def clip_norm_of_shards(module: Any, optimizer: Any) -> None:
+    """Clip the gradients of a rank's shards by their own norm."""
+    shards = [parameter.grad.to_local() for parameter in module.parameters()]
+    norm = torch.stack([shard.norm() for shard in shards]).norm()
+    for shard in shards:
+        shard.mul_(0.01 / norm)
+
+
+def change_shard_of_rank_1(module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    if batch_idx == 1 and rank() == 1:
+        module.net[0].weight.detach().to_local()[0, 0] += 1e-3
+
+
+def count_after_batches_on_rank_1(module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    if rank() == 1:
+        module.net.seen.add_(1)
+
+
+def count_batches_on_rank_1(module: Any, batch: Any, batch_idx: int) -> None:
+    if rank() == 1:
+        module.net.seen.add_(1)
+
+
 def change_weight_of_rank_1(module: Any, batch: Any, batch_idx: int) -> None:
     if batch_idx == 1 and rank() == 1:
         module.net[2].weight.data[0, 0] += 1e-3
@@ -529,6 +579,10 @@ def stop_in_one_process(module: Any, *_: Any) -> None:
 
 def spread_at_step_end(module: Any, outputs: dict[str, Tensor]) -> Tensor:
     return spread(outputs["outputs"])
+
+
+def mean_at_step_end(module: Any, outputs: dict[str, Tensor]) -> Tensor:
+    return outputs["loss"].mean()
 
 
 def make_communication_hook(change: Callable[[Tensor], Tensor]) -> Callable[..., torch.futures.Future[Tensor]]:
@@ -718,6 +772,61 @@ def load_cut_by_hand() -> DataLoader[Any]:
     return DataLoader(TensorDataset(inputs[own], classes[own]), batch_size=4)
 
 
+# Hooks of the name `configure_model`, which shard the net.
+
+
+def shard_layers(module: Any, mesh: Any, **options: Any) -> None:
+    """Shard the first layer of the net, and then all others with the net."""
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415  # not in torch 2.4
+
+    fully_shard(module.net[0], mesh=mesh, **options)
+    fully_shard(module.net, mesh=mesh, **options)
+
+
+def shard(module: Any) -> None:
+    shard_layers(module, module.device_mesh["data_parallel"])
+
+
+def shard_in_bfloat16(module: Any) -> None:
+    """Shard a net that computes and reduces in bfloat16, as is usual on GPUs."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: PLC0415  # not in torch 2.4
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    shard_layers(module, module.device_mesh["data_parallel"], mp_policy=policy)
+
+
+def shard_first_layer(module: Any) -> None:
+    """Shard the first layer, and no other, as if `fully_shard` of the root were forgotten."""
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415  # not in torch 2.4
+
+    fully_shard(module.net[0], mesh=module.device_mesh["data_parallel"])
+
+
+def shard_and_add_up(module: Any) -> None:
+    """Shard a net, and have the ranks' gradients added up, and not averaged."""
+    shard(module)
+    module.net[0].set_gradient_divide_factor(1.0)
+    module.net.set_gradient_divide_factor(1.0)
+
+
+def shard_without_sums(module: Any) -> None:
+    """Shard a net, and have no gradient reduced, as if a switch of an accumulation were forgotten."""
+    shard(module)
+    module.net.set_requires_gradient_sync(requires_gradient_sync=False)
+
+
+def shard_twice(module: Any) -> None:
+    """Shard a net over two ranks of four, and have the other two hold the same shards."""
+    mesh = device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    shard_layers(module, mesh)
+
+
+def shard_without_values(module: Any) -> None:
+    """Shard a net on the meta device, which Lightning fills later."""
+    module.net.to("meta")
+    shard(module)
+
+
 # Strategies: functions that make one.
 
 
@@ -727,6 +836,15 @@ def ours(**options: Any) -> Callable[[], GradAvgStrategy]:
 
 def stock(**options: Any) -> Callable[[], DDPStrategy]:
     return lambda: DDPStrategy(**options)
+
+
+def sharded(ranks: int = 2, **options: Any) -> Callable[[], GradAvgModelParallelStrategy]:
+    sizes = {"data_parallel_size": ranks, "tensor_parallel_size": 1}
+    return lambda: GradAvgModelParallelStrategy(**options, **sizes)
+
+
+def stock_sharded(ranks: int = 2) -> Callable[[], ModelParallelStrategy]:
+    return lambda: ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
 
 
 def with_hook(hook: Any) -> Callable[[], GradAvgStrategy]:

@@ -156,6 +156,26 @@ def start_no_processes(strategy: Any) -> None:
     strategy._start_method = "popen"
 
 
+def set_device_mesh(module: Any, mesh: Any) -> None:
+    """Give a module the mesh that its `configure_model` shards over, as `ModelParallelStrategy` does."""
+    # Private: `LightningModule._device_mesh` (L), which the property `device_mesh` reads. Without it the one process of
+    # `gradavg verify` has no mesh, and `configure_model` fails.
+    module._device_mesh = mesh
+
+
+def tensor_parallel_size(strategy: Any) -> Any:
+    """Return the ranks that a `ModelParallelStrategy` puts into a tensor-parallel group: a number or "auto"."""
+    # Private: `ModelParallelStrategy._tensor_parallel_size` (L). Without it `gradavg verify` does not start.
+    return strategy._tensor_parallel_size
+
+
+def set_data_parallel_size(strategy: Any, ranks: int) -> None:
+    """Have a `ModelParallelStrategy` average over so many ranks."""
+    # Private: `ModelParallelStrategy._data_parallel_size` (L). Without it `gradavg verify` runs only on as many
+    # processes as the user's run has, and Lightning says so.
+    strategy._data_parallel_size = ranks
+
+
 class TrainingLoop:
     """What Lightning's training loop reads, and how far it is: a batch does not say which iterator it came from.
 
@@ -631,12 +651,18 @@ def scale_each(tensors: Iterable[Tensor], factor: Any) -> None:
         torch._foreach_mul_(scaled, factor)
 
 
-def sharded_modules(module: nn.Module) -> list[Any]:
-    """Return the modules that `fully_shard` was called on."""
+def class_of_sharded_modules() -> type[Any]:
+    """Return the class that `fully_shard` adds to a module's."""
     # Private: `torch.distributed._composable.fsdp` (T). From 2.6 on, the class is public as well.
     from torch.distributed._composable.fsdp import FSDPModule  # noqa: PLC0415  # slow, and only for sharded models
 
-    return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
+    return FSDPModule
+
+
+def sharded_modules(module: nn.Module) -> list[Any]:
+    """Return the modules that `fully_shard` was called on."""
+    sharded = class_of_sharded_modules()
+    return [submodule for submodule in module.modules() if isinstance(submodule, sharded)]
 
 
 def _parameter_groups(module: Any) -> list[Any]:
@@ -671,6 +697,19 @@ def averages_of(module: Any) -> list[ShardedAverage]:
         divisor = getattr(group, "gradient_divide_factor", getattr(group, "reduce_scatter_divide_factor", None))
         averages.append(ShardedAverage(ranks, ranks if divisor is None else divisor))
     return averages
+
+
+def ignore_mixed_precision(module: Any) -> None:
+    """Have a sharded module compute and reduce in the type of its parameters, whatever its policy."""
+    # Private: `FSDPState._mp_policy`, `FSDPParamGroup.mp_policy` and `FSDPParam.mp_policy` (T). Without them
+    # `gradavg verify` does not compute in float64 where a policy has lower types.
+    state = module._get_fsdp_state()
+    policy = type(state._mp_policy)()  # without types
+    state._mp_policy = policy
+    for group in _parameter_groups(module):
+        group.mp_policy = policy
+        for parameter in group.fsdp_params:
+            parameter.mp_policy = policy
 
 
 def discard_unsharded_gradients(module: nn.Module) -> None:

@@ -192,7 +192,7 @@ def _refuse_under_preset(options: Mapping[str, Any], preset: str, rule: Rule) ->
 
 @dataclass(frozen=True)
 class StrategyFacts:
-    """What decides the mathematics of a run, as `GradAvgStrategy.facts()` tells it; by default of stock DDP.
+    """What decides the mathematics of a run, as `facts()` of a strategy says it; by default of stock DDP and FSDP2.
 
     Attributes:
         rule: The reduction rule.

@@ -34,7 +34,8 @@ def verify(
     Args:
         module: A module, or a function without arguments that returns one, such as its class, or `file.py:Name`.
         data: A data module, a training loader, or a function that returns one of them, or `file.py:Name`.
-        strategy: The strategy to verify: a name or an instance, `DDPStrategy` or a subclass such as `GradAvgStrategy`.
+        strategy: The strategy to verify: a name or an instance, `DDPStrategy` or a subclass such as `GradAvgStrategy`,
+            or of sharded models `ModelParallelStrategy` or `GradAvgModelParallelStrategy`.
         devices: The number of processes.
         steps: The number of global batches.
         accelerator: "cpu", or a type of device such as "cuda", with one for each process.

@@ -211,6 +211,7 @@ class Draws(TorchDispatchMode):
         self.collectives: set[str] = set()
         self.scopes: set[str] = set()
         self.is_in_step = False
+        self._gathers_shards = False  # whether the next collective is that of `fully_shard`
         self.weight_storages: set[int] = set()
         self.step_operators: set[str] = set()
 
@@ -223,7 +224,10 @@ class Draws(TorchDispatchMode):
         if self.is_in_step:
             self._note_operator(func, args)
         if func.namespace == "c10d":
-            self.collectives.add(func.name().removeprefix("c10d::").strip("_"))
+            self._note_collective(func.name().removeprefix("c10d::").strip("_"))
+        elif func.namespace == "fsdp":
+            # `fully_shard` copies shards by this operator, and gathers them by the next collective.
+            self._gathers_shards = str(func.overloadpacket) == "fsdp.all_gather_copy_in"
         elif func.namespace == "profiler":
             for argument in args:
                 if isinstance(argument, str):
@@ -233,6 +237,12 @@ class Draws(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             return self._draw(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _note_collective(self, name: str) -> None:
+        """Note a collective operation, unless `fully_shard` gathers weights by it, and not the user outputs."""
+        if not self._gathers_shards:
+            self.collectives.add(name)
+        self._gathers_shards = False
 
     def _note_operator(self, func: Any, args: Sequence[Any]) -> None:
         """Note an operator of `training_step`, which says what a loss may do with several samples."""

@@ -18,11 +18,14 @@ These are the cases of a reduced gradient that differs from `F`. The first that 
 | `F` is the sum of `P`, the rule is no sum, and `G` is a multiple of a combination | sum loss |
 | `G` is the mean | mean of means |
 | `G` is another combination | counts |
+| `G` is a combination, multiplied by the ranks over another divisor of `fully_shard` | divide factor |
 | `G` is a combination, divided by a full window although the window is short | short window |
 | `G` is a combination, divided by the number of ranks | double division |
 | `G` is a combination, multiplied by the number of micro-batches, and the rule is a sum | counts |
 | `G` is a combination, multiplied by the number of ranks | hand-compensated loss |
+| `G` is zero | unexplained |
 | every element of `G` is a number of 16 bits | 16-bit wire |
+| `G` is no multiple of `F`, and a rank computes its batch in several parts | unexplained |
 | `G` is no multiple of `F` | gradient hooks |
 | any other | unexplained |
 | **`F` is a combination of `P`, and the ranks' losses are others** (`_of_losses`) | |
@@ -56,7 +59,7 @@ from torch import Tensor
 from lightning_gradavg.reduction.global_mean import SCOPE
 from lightning_gradavg.rules import RULES
 from lightning_gradavg.verify.draws import ROW_PRODUCT, SAMPLE_CHOICE
-from lightning_gradavg.verify.record import MicroBatch, Reading, Record, Refused, SampleId
+from lightning_gradavg.verify.record import MicroBatch, Reading, Record, Refused, SampleId, join_shards
 from lightning_gradavg.verify.report import CAUSES, Finding, Report, value_in_words
 from lightning_gradavg.verify.twin import (
     Build,
@@ -79,6 +82,7 @@ _OF_COMBINATIONS = (
     "mean of means",
     "sum loss",
     "counts",
+    "divide factor",
     "double division",
     "constant term",
     "16-bit wire",
@@ -130,14 +134,32 @@ def judge(
     records: Sequence[Record], build: Build, tolerance: float, double: bool = True, accelerator: str = "cpu"
 ) -> Report:
     """Return how a run, as all ranks recorded it, differs from one process, and why."""
+    facts = records[0].facts
+    twin = Twin(records, build, double, accelerator)
+    problem = _first_problem(records, twin)
+    if problem:
+        return Report(facts.strategy, facts.rule.name, len(records), 0, math.nan, remarks=[problem])
+    if facts.sharded:
+        join_shards(records)
+    return _Judge(records, twin, tolerance).report()
+
+
+def _first_problem(records: Sequence[Record], twin: Twin) -> str:
+    """Return why a run cannot be compared; "" if it can."""
     for record in records:
-        problem = record.problem
-        if not problem and not record.steps:
-            problem = "the run took no optimizer step"
-        if problem:
-            facts = records[0].facts
-            return Report(facts.strategy, facts.rule.name, len(records), 0, math.nan, remarks=[problem])
-    return _Judge(records, Twin(records, build, double, accelerator), tolerance).report()
+        if record.problem:
+            return record.problem
+        if not record.steps:
+            return "the run took no optimizer step"
+    if records[0].facts.sharded and any(_stages_of(record) != _stages_of(records[0]) for record in records):
+        return "the ranks take different optimizer steps, so their shards make no whole tensors"
+    if not twin.are_replicas_known():
+        return "it is not known which samples are those of a replica: use as many processes as replicas"
+    return ""
+
+
+def _stages_of(record: Record) -> list[list[str]]:
+    return [[snapshot.stage for snapshot in step.snapshots] for step in record.steps]
 
 
 class _Explanation(NamedTuple):
@@ -189,7 +211,7 @@ class _Judge:
         # Only the first difference is a cause. Those behind it may follow from it.
         findings: list[Finding] = []
         if in_training:
-            first = min(in_training, key=_step_of)
+            first = min(in_training, key=_place_in_run)
             compared_steps = first.step + 1
             findings.append(first)
         samples = _SampleComparison(self.records, alone.reading)
@@ -219,7 +241,9 @@ class _Judge:
         batch = sum(rank_batch.micro_batch.size for rank_batch in self.twin.group_of_step(0))
         text = f"Compared with one process that takes the samples of all ranks as one batch, {batch} in step 0."
         batch_size = alone.reading.batch_size
-        if batch_size is None or self.facts.replicated:
+        if self.facts.replicas is not None:
+            return f"{text} Its batch norm normalizes the samples of each replica by themselves."
+        if batch_size is None or self.facts.replicated or self.facts.sharded:
             return text
         is_other_batch = batch != batch_size * self.facts.accumulation
         is_other_order = any(finding.cause == "data order" for finding in findings)
@@ -241,7 +265,12 @@ class _Judge:
             used_options.append("equivalent_to")
         if self.facts.is_gradavg:
             used_options.append("GradAvgStrategy")
+        if self.facts.sharded:
+            # As of options that are set already, nothing advises them: sharded models have none of these.
+            used_options += ["split_batches", "equivalent_to"]
         remedy = CAUSES[finding.cause].remedy(self.facts.strategy, self.facts.rule.name, used_options)
+        if self.facts.sharded:
+            remedy = remedy.for_shards()
         return replace(finding, advice=remedy.advice, diff=remedy.diff)
 
     def _remarks_on_schedulers(self) -> list[str]:
@@ -301,6 +330,11 @@ class _Judge:
             cause = "weights beside the gradient"
         else:
             cause = "buffers of one rank"
+        if stage == "buffers" and self.facts.replicas is not None:
+            raise Refused(
+                f"the buffer {name!r} is that of replica 0, of whose samples alone one process has only the running"
+                " statistics of batch norm"
+            )
         if stage not in _BESIDE_DRAWS:
             self._require_same_draws(alone, seen.step)
             self._require_difference_in_windows(seen.step, cause)
@@ -322,6 +356,11 @@ class _Judge:
         if SCOPE in self.records[0].scopes and not _is_plain_mean(evidence):
             return _Explanation(
                 "weighed global mean", f"{evidence.multiple}: the run weighs the ranks' losses once more"
+            )
+        if not evidence.right and self.facts.replicas is not None:
+            raise Refused(
+                "the gradient of a batch is no combination of those of its replicas: something beside batch norm"
+                " compares the samples of a replica with each other, and one process has only the whole batch for it"
             )
         if not evidence.right:
             return _of_whole(evidence)
@@ -361,7 +400,7 @@ class _Judge:
             # Ranks that take different optimizer steps are not compared with each other.
             with suppress(Refused):
                 for seen in compare_records(record, self.records[0], self.tolerance):
-                    if seen.stage == "buffers":
+                    if seen.stage == "buffers" and not self._keeps_buffers_equal():
                         continue  # each rank may have its own: DDP broadcasts those of rank 0 before the next forward
                     difference = seen.difference
                     detail = (
@@ -369,13 +408,29 @@ class _Judge:
                         f" {difference.expected:.6g} on rank 0"
                     )
                     cause = "unsynchronised replicas"
+                    advice = ""
                     if seen.names.issubset(record.unregistered):
                         cause = "unregistered parameter"
                         detail += ". The optimizer holds it, but the module does not register it: DDP does not know it"
                     elif seen.stage == "optimizer options" and difference.name.startswith("lr") and record.plateaus:
                         cause = "unsynchronised schedule"
-                    findings.append(Finding(cause, seen.stage, detail, seen.step))
+                    elif seen.stage == "buffers" and self.facts.replicas is not None:
+                        cause = "buffers of one rank"
+                    elif seen.stage == "buffers":
+                        cause = "buffers of one rank"
+                        detail += ". fully_shard sends no buffers to other ranks"
+                    elif self.facts.sharded and seen.stage == "reduced gradient":
+                        detail += ". fully_shard does not know it, so nothing averages its gradient"
+                        advice = "call fully_shard on the root module, too, or on one that has this parameter"
+                    findings.append(Finding(cause, seen.stage, detail, seen.step, advice=advice))
         return findings
+
+    def _keeps_buffers_equal(self) -> bool:
+        """Return whether buffers must be equal on all ranks after a step.
+
+        Shards have no broadcast of buffers. Of replicas, `GradAvgStrategy` raises an error where they differ.
+        """
+        return self.facts.sharded or self.facts.replicas is not None
 
     def _first_logged_difference(self, alone: Record, compared_steps: int) -> Finding | None:
         """Return the first value that all ranks logged alike, as with `sync_dist`, and that differs."""
@@ -396,8 +451,9 @@ class _Judge:
         return None
 
 
-def _step_of(finding: Finding) -> int:
-    return finding.step
+def _place_in_run(finding: Finding) -> tuple[int, bool]:
+    # Buffers that differ between the ranks may follow from what differs earlier in the step.
+    return finding.step, finding.stage == "buffers"
 
 
 def _is_note(finding: Finding) -> bool:
@@ -828,6 +884,10 @@ def _of_multiple(evidence: _Evidence, factors: Sequence[float]) -> _Explanation 
     def are_multiplied_by(scale: float) -> bool:
         return any(evidence.is_close(factor, scale) for factor in factors)
 
+    for divisor in evidence.twin.records[0].divisors:
+        if divisor != ranks and are_multiplied_by(ranks / divisor):
+            detail = f"fully_shard divides the sum over {ranks} ranks by {divisor:g}"
+            return _Explanation("divide factor", f"{evidence.multiple}: {detail}")
     if are_multiplied_by(number / (ranks * facts.accumulation)):
         detail = f"the window has {number / ranks:g} micro-batches on each rank and is divided by {facts.accumulation}"
         return _Explanation("short window", f"{evidence.multiple}: {detail}")
@@ -858,6 +918,8 @@ def _of_shares(evidence: _Evidence, *, is_mean: bool) -> _Explanation:
 
 def _of_change(evidence: _Evidence) -> _Explanation:
     """Return what was done to the ranks' gradients beyond combining them, if it is known."""
+    if not evidence.reduced.any():
+        return _Explanation("unexplained", "the run has no gradient, as if the ranks never reduced theirs")
     elements = []
     for name, sketch in evidence.like.items():
         gradient = evidence.seen.found.get(name)
@@ -869,6 +931,12 @@ def _of_change(evidence: _Evidence) -> _Explanation:
         if values.any() and torch.equal(values.to(dtype).double(), values):
             name_of_type = str(dtype).removeprefix("torch.")
             return _Explanation("16-bit wire", f"every element of the gradient is a {name_of_type} number")
+    if evidence.factor is None and any(micro_batch.pieces for micro_batch in evidence.micro_batches):
+        return _Explanation(
+            "unexplained",
+            "the ranks compute their batches in several parts, each of which may have a weight of its own: verify with"
+            " as many processes as replicas, and without max_device_batch_size",
+        )
     if evidence.factor is None:
         return _Explanation(
             "gradient hooks",

@@ -26,13 +26,20 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import DoublePrecision, Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from lightning_gradavg._lightning.internals import BatchNorm, fetched_here
+from lightning_gradavg._lightning.internals import (
+    BatchNorm,
+    averages_of,
+    fetched_here,
+    ignore_mixed_precision,
+    sharded_modules,
+)
 from lightning_gradavg._lightning.loaders import user_loader
 from lightning_gradavg._lightning.options import StrategyFacts
 from lightning_gradavg._support.random_state import random_state, restore_random_state, same_random_state, seeded
@@ -40,6 +47,7 @@ from lightning_gradavg._support.tree import batch_samples, bits, leaves
 from lightning_gradavg.batches.chunks import PartCollator
 from lightning_gradavg.rules import RULES, Rule
 from lightning_gradavg.verify.draws import Draw, Draws
+from lightning_gradavg.verify.shards import change_after_sharding, is_shard, layout_problem, shard_in_whole
 
 __all__ = [
     "Facts",
@@ -49,10 +57,12 @@ __all__ = [
     "Record",
     "Recorder",
     "Refused",
+    "Replica",
     "SampleId",
     "Snapshot",
     "Step",
     "Tensors",
+    "join_shards",
     "loss_and_weight",
     "sketch",
 ]
@@ -154,6 +164,13 @@ class Reading:
     replaces: bool = False
 
 
+class Replica(NamedTuple):
+    """Consecutive samples of a batch that `nn.DataParallel` would compute on one device."""
+
+    samples: int
+    is_first: bool  # whether its buffers are those of the module afterwards
+
+
 @dataclass
 class MicroBatch:
     """One micro-batch on one rank.
@@ -165,6 +182,8 @@ class MicroBatch:
         size: The number of samples.
         unknown_because: Why the samples are not known; "" if they are.
         sample_keys: What the samples draw from, if the micro-batch joins those of several ranks.
+        pieces: The number of samples of each piece, if the strategy ran the batch in pieces, such as replicas.
+        replicas: The same of the ranks that it joins, if batch norm normalizes the samples of each by themselves.
         counts: Whether its samples count: not if the strategy only kept the rank busy.
         loss: The value of the loss; of the first, if an optimizer asks for several.
         weight: The weight that `training_step` returned with it.
@@ -177,10 +196,19 @@ class MicroBatch:
     size: int = 1
     unknown_because: str = _NO_COLLATE_FN
     sample_keys: Sequence[SampleKey] = ()
+    pieces: list[int] = field(default_factory=list)
+    replicas: Sequence[Replica] = ()
     counts: bool = True
     loss: float = math.nan
     weight: float | None = None
     draws: list[Draw] = field(default_factory=list)
+
+    @property
+    def sizes_of_pieces(self) -> Sequence[int]:
+        """The numbers of samples that the rank computed at once, one after the other."""
+        if self.pieces:
+            return self.pieces
+        return [self.size]
 
 
 class Snapshot(NamedTuple):
@@ -188,6 +216,7 @@ class Snapshot(NamedTuple):
 
     stage: str  # of `report.STAGES`
     tensors: Tensors
+    shards: frozenset[str] = frozenset()  # names of tensors of which the sketch is that of this rank's shard alone
 
 
 @dataclass
@@ -210,6 +239,9 @@ class Facts:
         rule: Its reduction rule; of stock DDP the mean.
         splits_batches: Whether each rank takes its chunk of the loader's batches.
         replicated: Whether a training step runs once per replica, so that batch statistics are those of all ranks.
+        replicas: The number of chunks of a loader batch that have batch statistics of their own, as with
+            `nn.DataParallel`; None if there are none.
+        sharded: Whether the ranks share the model by `fully_shard`, where each has its own buffers.
         accumulation: Loader batches per optimizer step.
         automatic: Whether Lightning optimizes, and not the module.
         epoch_batches: Loader batches in an epoch, on each rank.
@@ -220,6 +252,8 @@ class Facts:
     rule: Rule = RULES["mean"]
     splits_batches: bool = False
     replicated: bool = False
+    replicas: int | None = None
+    sharded: bool = False
     accumulation: int = 1
     automatic: bool = True
     epoch_batches: float = math.inf
@@ -250,6 +284,7 @@ class Record:
         reading: What one epoch reads, if it was asked for.
         batch_norms: Names of layers whose statistics are those of one rank.
         unregistered: Names of tensors that an optimizer holds and the module does not register.
+        divisors: The numbers by which `fully_shard` divides sums of the ranks' gradients.
         problem: Why the run cannot be compared; "" if it can.
     """
 
@@ -265,6 +300,7 @@ class Record:
     reading: Reading = field(default_factory=Reading)
     batch_norms: list[str] = field(default_factory=list)
     unregistered: list[str] = field(default_factory=list)
+    divisors: set[float] = field(default_factory=set)
     problem: str = ""
 
 
@@ -509,6 +545,7 @@ class Recorder(Callback):
     Attributes:
         record: What is recorded.
         sample_keys: What the samples of the running batch draw from.
+        replicas: The replicas of the running batch, if it joins those of ranks.
         mode: The mode in which a batch is computed.
         loading: What batches are made of.
         plugin: The precision plugin that the Trainer is to have.
@@ -537,6 +574,7 @@ class Recorder(Callback):
         self._snapshots: list[Snapshot] = []
         # Of the running batch.
         self.sample_keys: Sequence[SampleKey] = []
+        self.replicas: Sequence[Replica] = []
         self._epoch = 0
         self._computed_samples = 0  # by the pieces before
         self._batch_scope = ExitStack()
@@ -558,6 +596,7 @@ class Recorder(Callback):
             return self._training_step(user_step, args, kwargs)
 
         vars(module)["training_step"] = training_step
+        change_after_sharding(module, _prepare_shards)
         with fetched_here(self.loading.watch), _without_compilation(), _comm_hooks_paused(self.mode), self._batch_scope:
             try:
                 yield
@@ -594,9 +633,10 @@ class Recorder(Callback):
             # stays the object that the optimizer holds.
             for tensor in unregistered.values():
                 tensor.data = tensor.data.double()
+        if self.record.facts.sharded:
+            self._look_at_shards()
         self._take_snapshot("initial weights", self._weights())
-        for _, weight in self._weights():
-            self.mode.weight_storages.add(weight.untyped_storage().data_ptr())
+        self._note_storages_of_weights()
         for name, layer in pl_module.named_modules():
             if _has_statistics_of_one_rank(layer):
                 self.record.batch_norms.append(name)
@@ -607,6 +647,24 @@ class Recorder(Callback):
         for optimizer in trainer.optimizers:
             optimizer.register_step_post_hook(self._after_optimizer_step)
 
+    def _note_storages_of_weights(self) -> None:
+        for _, weight in self._weights():
+            # `fully_shard` gathers the weights of shards into memory that comes and goes.
+            if not is_shard(weight):
+                self.mode.weight_storages.add(weight.untyped_storage().data_ptr())
+
+    def _look_at_shards(self) -> None:
+        """Note how the ranks' gradients are averaged, or raise `Refused` if shards are not those of all ranks."""
+        for name, weight in self._weights():
+            if not is_shard(weight):
+                continue
+            problem = layout_problem(name, weight)
+            if problem:
+                raise Refused(problem)
+        for submodule in sharded_modules(self.module):
+            for average in averages_of(submodule):
+                self.record.divisors.add(average.divisor)
+
     def _begin_recurrent_layer(self, *_: object) -> None:
         self.mode.likely_dim = 1
 
@@ -615,10 +673,16 @@ class Recorder(Callback):
 
     def _take_snapshot(self, stage: str, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
         sketches = {}
+        shards = set()
         for name, tensor in tensors:
-            if tensor is not None and tensor.numel() > 0:
-                sketches[name] = sketch(tensor)
-        self._snapshots.append(Snapshot(stage, sketches))
+            if tensor is None or tensor.numel() == 0:
+                continue
+            whole = tensor
+            if is_shard(tensor):
+                shards.add(name)
+                whole = shard_in_whole(tensor)
+            sketches[name] = sketch(whole)
+        self._snapshots.append(Snapshot(stage, sketches, frozenset(shards)))
 
     def _begin_batch(self, batch: object) -> object:
         """Begin with a batch, as the loader made it, and return it in the run's type."""
@@ -632,6 +696,7 @@ class Recorder(Callback):
         if not self.sample_keys:
             window_index = len(self._window)
             self.sample_keys = [(window_index, self.record.rank, place) for place in range(micro_batch.size)]
+        self.replicas = micro_batch.replicas
         self._window.append(micro_batch)
         self._epoch = self.trainer.current_epoch
         self._computed_samples = 0
@@ -657,7 +722,7 @@ class Recorder(Callback):
         micro_batch = self._window[-1]
         # A stand-in is known here, and not yet when the batch arrives: strategies hear of it in `on_train_batch_start`.
         micro_batch.counts = _strategy_facts(self.trainer).samples != 0
-        self._select_keys_of_piece(args[0])
+        self._begin_piece(args[0])
         self._seed_step()  # whatever state the strategy has the step begin from
         _, *others_before = random_state()
         with mock.patch.object(self.mode, "is_in_step", new=True):
@@ -666,12 +731,13 @@ class Recorder(Callback):
         if others_before != others_after:
             self.mode.shared["a generator of Python or NumPy"] = None
         loss, micro_batch.weight = loss_and_weight(output)
-        # The first value is kept: L-BFGS asks for several in one step.
-        if isinstance(loss, Tensor) and loss.numel() == 1 and math.isnan(micro_batch.loss):
+        # The loss of a piece is not that of the batch. The first value is kept: L-BFGS asks for several in one step.
+        is_whole = not micro_batch.pieces
+        if is_whole and isinstance(loss, Tensor) and loss.numel() == 1 and math.isnan(micro_batch.loss):
             micro_batch.loss = float(loss.detach())
         return output
 
-    def _select_keys_of_piece(self, piece: object) -> None:
+    def _begin_piece(self, piece: object) -> None:
         """Let the samples of a piece draw. A strategy may run a batch in pieces, one call after the other, in order."""
         with suppress(ValueError):  # a batch without a number of samples, such as a graph, is no piece
             samples = batch_samples(piece)
@@ -680,6 +746,11 @@ class Recorder(Callback):
                 stop = start + samples
                 self.mode.sample_keys = self.sample_keys[start:stop]
                 self._computed_samples = stop
+                pieces = self._window[-1].pieces
+                if start == 0:
+                    pieces.clear()
+                pieces.append(samples)
+                self.mode.trace.clear()  # one process draws for all pieces at once
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Note the reduced gradients, every time the optimizer asks for the loss."""
@@ -773,6 +844,38 @@ class Recorder(Callback):
         if not self.record.facts.automatic and any(len(window) > 1 for window in windows):
             return "in manual optimization a window of several batches is the user's own sum of them"
         return ""
+
+
+def _prepare_shards(module: nn.Module) -> None:
+    """Have a sharded module compute in one precision, as the Trainer does, or raise `Refused` if it has no weights."""
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise Refused(
+            "the weights are on the meta device when they are sharded, and each rank draws its shards afterwards, which"
+            " one process draws otherwise: verify the run with weights that have values before fully_shard"
+        )
+    ignore_mixed_precision(module)
+
+
+def join_shards(records: Sequence[Record]) -> None:
+    """Replace the sketches of shards by those of whole tensors, in the records of ranks that take the same steps.
+
+    If a rank does not have a tensor, such as a gradient, its shard counts as zero.
+    """
+    for steps in zip(*(record.steps for record in records), strict=True):
+        for position in range(len(steps[0].snapshots)):
+            wholes = _sums_of_shards([step.snapshots[position] for step in steps])
+            for step in steps:
+                snapshot = step.snapshots[position]
+                step.snapshots[position] = Snapshot(snapshot.stage, {**snapshot.tensors, **wholes})
+
+
+def _sums_of_shards(snapshots: Sequence[Snapshot]) -> Tensors:
+    """Return the sums of the ranks' sketches of their shards."""
+    sums: Tensors = {}
+    for snapshot in snapshots:
+        for name in snapshot.shards:
+            sums[name] = snapshot.tensors[name] + sums.get(name, 0.0)
+    return sums
 
 
 def _have_data_sets_of_their_own(loader: object) -> bool:
@@ -898,10 +1001,10 @@ def _facts_of(trainer: Trainer) -> Facts:
     """Return how a run is set up, or raise `Refused` if one process cannot be set up so."""
     name = type(trainer.strategy).__name__
     facts = _strategy_facts(trainer)
-    if facts.replicas is not None:
+    if facts.replicas is not None and not trainer.lightning_module.automatic_optimization:
         raise Refused(
-            f"{name} trains replicas with batch statistics of their own, which one process does not have: verify the"
-            " run without num_replicas= and equivalent_to='data_parallel'"
+            f"{name} trains replicas in manual optimization: verify the run without num_replicas= and"
+            " equivalent_to='data_parallel'"
         )
     if facts.scales_rates:
         raise Refused("lr_scaling= changes the learning rate with the number of ranks: verify the run without")
@@ -911,6 +1014,8 @@ def _facts_of(trainer: Trainer) -> Facts:
         rule=replace(facts.rule, share=RULES["mean"].share),  # a user's function may have no pickle
         splits_batches=facts.splits_batches,
         replicated=facts.replicated,
+        replicas=facts.replicas,
+        sharded=isinstance(trainer.strategy, ModelParallelStrategy),
         accumulation=trainer.accumulate_grad_batches,
         automatic=trainer.lightning_module.automatic_optimization,
         epoch_batches=float(trainer.num_training_batches),

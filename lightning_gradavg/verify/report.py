@@ -82,6 +82,18 @@ class Remedy(NamedTuple):
     advice: str
     diff: str  # "" if the advice is no change of code
 
+    def for_shards(self) -> Remedy:
+        """Return the remedy with the names of the strategies that shard a model, which call no `training_step_end`."""
+        advice = self.advice.replace(", or training_step_end", "")
+        return Remedy(_with_names_for_shards(advice), _with_names_for_shards(self.diff))
+
+
+def _with_names_for_shards(text: str) -> str:
+    if "lr_scaling" in text:  # only GradAvgStrategy has it
+        return text
+    text = text.replace("GradAvgStrategy", "GradAvgModelParallelStrategy")
+    return text.replace("DDPStrategy", "ModelParallelStrategy")
+
 
 class Cause(NamedTuple):
     """Why a run on several processes differs from one process; `causes.yaml` says what the fields mean."""

@@ -46,11 +46,15 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, callbacks, seed_everything
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_gradavg._lightning.internals import start_no_processes
+from lightning_gradavg._lightning.internals import (
+    set_data_parallel_size,
+    start_no_processes,
+    tensor_parallel_size,
+)
 from lightning_gradavg._support.arguments import nearest
 from lightning_gradavg.verify.explain import judge
 from lightning_gradavg.verify.record import Record, Recorder
@@ -69,6 +73,7 @@ __all__ = [
     "record_run",
     "require_memory",
     "resolve_strategy",
+    "shard_over",
     "user_run_of",
     "verify_target",
 ]
@@ -78,6 +83,9 @@ _LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "OMPI_", "PMI_", "PL_", "LT_")
 
 _NUMBERS_PER_PARAMETER = 5
 """Weight, gradient, its copy in DDP's bucket, and two numbers of an optimizer such as Adam."""
+
+_WHOLE_NUMBERS_PER_PARAMETER = 2
+"""Of a sharded model on each process: the weight before it is sharded, or while it computes with its gradient."""
 
 _LIBRARIES = (
     sysconfig.get_path("stdlib"),
@@ -161,7 +169,7 @@ def _module_of_file(file: Path) -> ModuleType:
     return sys.modules[file.stem]
 
 
-def resolve_strategy(strategy: object) -> DDPStrategy:
+def resolve_strategy(strategy: object) -> DDPStrategy | ModelParallelStrategy:
     """Return a strategy that runs in processes which are there already."""
     if isinstance(strategy, str) and ":" in strategy:
         strategy = imported(strategy)()
@@ -172,13 +180,34 @@ def resolve_strategy(strategy: object) -> DDPStrategy:
         if name not in StrategyRegistry:
             raise ValueError(f"strategy={strategy!r} is not registered{nearest(name, sorted(StrategyRegistry))}")
         strategy = StrategyRegistry.get(name)
-    if not isinstance(strategy, DDPStrategy):
-        raise ValueError(  # noqa: TRY004  # a wrong choice, not a wrong type: strategies come by name, too
-            "verify compares gradients of whole models, as DDPStrategy and GradAvgStrategy reduce them; got"
-            f" {type(strategy).__name__}"
+    if isinstance(strategy, DDPStrategy):
+        start_no_processes(strategy)
+        return strategy
+    if isinstance(strategy, ModelParallelStrategy):
+        _require_no_tensor_parallelism(strategy)
+        return strategy
+    raise ValueError(
+        "verify compares gradients as DDPStrategy and ModelParallelStrategy (FSDP2) reduce them, and those of this"
+        f" package; got {type(strategy).__name__}"
+    )
+
+
+def shard_over(strategy: ModelParallelStrategy, processes: int, accelerator: str) -> None:
+    """Have a strategy shard over the processes of verify, where the user's run may have more of them."""
+    if accelerator != "cpu":
+        raise ValueError(f"verify compares sharded models on the CPU, got accelerator {accelerator!r}: leave it out")
+    set_data_parallel_size(strategy, processes)
+
+
+def _require_no_tensor_parallelism(strategy: ModelParallelStrategy) -> None:
+    """Raise a ValueError if several ranks compute a loss together."""
+    size = tensor_parallel_size(strategy)
+    if size != 1:
+        raise ValueError(
+            f"verify compares ranks that have a batch each, and no tensor parallelism; {type(strategy).__name__} has"
+            f' tensor_parallel_size={size!r} ("auto" is all processes of a node). Set tensor_parallel_size=1, in the'
+            " config, or in a function that makes the strategy: --strategy train.py:make_strategy"
         )
-    start_no_processes(strategy)
-    return strategy
 
 
 def quiet_options(options: Mapping[str, Any], accelerator: str) -> dict[str, Any]:
@@ -315,13 +344,16 @@ def _device_count(accelerator: str) -> int:
     return int(module.device_count())
 
 
-def require_memory(module: LightningModule, processes: int, *, double: bool) -> None:
+def require_memory(module: LightningModule, processes: int, *, double: bool, sharded: bool = False) -> None:
     """Check that there is as much memory as the processes need, activations aside."""
     bytes_per_number, how = 4, "float32"
     if double:
         bytes_per_number, how = 8, "float64; --single computes in float32, in half of that"
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    needed = parameters * bytes_per_number * _NUMBERS_PER_PARAMETER * processes
+    numbers = _NUMBERS_PER_PARAMETER * processes
+    if sharded:
+        numbers = _NUMBERS_PER_PARAMETER + _WHOLE_NUMBERS_PER_PARAMETER * processes
+    needed = parameters * bytes_per_number * numbers
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > available:
         raise ValueError(
@@ -332,7 +364,7 @@ def require_memory(module: LightningModule, processes: int, *, double: bool) -> 
 
 def record_run(
     recorder: Recorder,
-    strategy: DDPStrategy,
+    strategy: DDPStrategy | ModelParallelStrategy,
     options: Mapping[str, Any],
     module: LightningModule,
     data: Mapping[str, Any],
@@ -379,7 +411,10 @@ def _rank(target: Target, rank: int, settings: Settings, folder: str) -> Record:
     try:
         module, data, options = target.build(settings.accelerator)
         strategy = resolve_strategy(options.get("strategy") or "ddp")
-        require_memory(module, settings.devices, double=settings.double)
+        if isinstance(strategy, ModelParallelStrategy):
+            shard_over(strategy, settings.devices, settings.accelerator)
+        is_sharded = isinstance(strategy, ModelParallelStrategy)
+        require_memory(module, settings.devices, double=settings.double, sharded=is_sharded)
         recorder = Recorder(settings.steps, double=settings.double)
         return record_run(recorder, strategy, {**options, "devices": settings.devices}, module, data)
     finally:

@@ -11,9 +11,10 @@ import gc
 import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby, zip_longest
+from numbers import Number
 from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
@@ -23,13 +24,24 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_gradavg._lightning.loaders import LoaderWrapper
-from lightning_gradavg.verify.record import MicroBatch, Record, Recorder, Refused, Tensors, loss_and_weight
+from lightning_gradavg._support.tree import leaves
+from lightning_gradavg.verify.record import (
+    Facts,
+    MicroBatch,
+    Record,
+    Recorder,
+    Refused,
+    Replica,
+    Tensors,
+    loss_and_weight,
+)
 from lightning_gradavg.verify.report import Difference
+from lightning_gradavg.verify.shards import on_mesh_of_one
 
 __all__ = [
     "Build",
@@ -91,10 +103,10 @@ class _OneProcess(SingleDeviceStrategy):
 
     lr_scale = 1.0
 
-    def __init__(self, device: torch.device, recorder: Recorder, rule: str) -> None:
+    def __init__(self, device: torch.device, recorder: Recorder, facts: Facts) -> None:
         super().__init__(device)
         self._recorder = recorder
-        self._rule = rule  # the name of the run's rule
+        self._facts = facts  # of the run
 
     @property
     def global_batch_size(self) -> int:
@@ -106,11 +118,13 @@ class _OneProcess(SingleDeviceStrategy):
         output = super().training_step(*args, **kwargs)
         training_step_end = getattr(self._recorder.module, "training_step_end", None)
         if training_step_end is not None:
+            if self._facts.replicas is not None:
+                _require_rows(output)
             output = training_step_end(output)
         loss, weight = loss_and_weight(output)
         if loss is None:
             return output
-        if self._rule == "normalized_sum":
+        if self._facts.rule.name == "normalized_sum":
             if weight is None:
                 weight = len(self._recorder.mode.sample_keys)
             loss = loss / weight
@@ -126,6 +140,16 @@ class _OneProcess(SingleDeviceStrategy):
     @override
     def all_gather(self, tensor: Tensor, group: object = None, sync_grads: bool = False) -> Tensor:
         return tensor.unsqueeze(0)  # with its gradient, as one device has it
+
+
+def _require_rows(output: object) -> None:
+    """Raise `Refused` if an output of `training_step` is a number, which every replica has one of."""
+    for place, leaf in leaves(output, "the output"):
+        if isinstance(leaf, Number) or (isinstance(leaf, Tensor) and leaf.ndim == 0):
+            raise Refused(
+                f"training_step_end gets a number of every replica ({place}), and one process computes one number:"
+                " return the values of the samples from training_step"
+            )
 
 
 def _all_gather(tensor_list: list[Tensor], tensor: Tensor, *_: object, **__: object) -> None:
@@ -150,6 +174,47 @@ def _world_of_one() -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _batch_norm_of_replicas(recorder: Recorder) -> Iterator[None]:
+    """Have batch norm normalize the samples of each replica by themselves, as `nn.DataParallel` does.
+
+    Everything else is computed of the whole batch, also its loss. So what a replica's loss counts for is not taken from
+    the run.
+    """
+    stock_batch_norm = nn.functional.batch_norm
+
+    def batch_norm(
+        input: Tensor,  # noqa: A002  # torch's names
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if not training:
+            return stock_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        rows_per_sample, rest = divmod(len(input), len(recorder.sample_keys))
+        if rest > 0:
+            raise Refused(
+                f"batch norm gets {len(input)} rows of {len(recorder.sample_keys)} samples, so one process does not"
+                " know which rows are those of a replica"
+            )
+        sizes = [rows_per_sample * replica.samples for replica in recorder.replicas]
+        outputs = []
+        for replica, rows in zip(recorder.replicas, input.split(sizes), strict=True):
+            if replica.is_first:
+                output = stock_batch_norm(rows, running_mean, running_var, weight, bias, training, momentum, eps)
+            else:
+                output = stock_batch_norm(rows, None, None, weight, bias, training, momentum, eps)
+            outputs.append(output)
+        return torch.cat(outputs)
+
+    with mock.patch.object(nn.functional, "batch_norm", batch_norm):
+        yield
 
 
 class _Replay:
@@ -188,12 +253,14 @@ class _Replay:
                 yield self._batch(loader, self._steps[last_step][-1])
 
     def _batch(self, loader: DataLoader[Any], group: Group) -> object:
-        samples, sample_keys = [], []
+        samples, sample_keys, replicas = [], [], []
         for window_index, rank, micro_batch in group:
             samples += [pickle.loads(packed) for packed in micro_batch.packed_samples]
             sample_keys += [(window_index, rank, place) for place in range(micro_batch.size)]
+            for number, size in enumerate(micro_batch.sizes_of_pieces):
+                replicas.append(Replica(size, is_first=rank == 0 and number == 0))
         batch = loader.collate_fn(samples)
-        micro_batch = MicroBatch(size=len(sample_keys), unknown_because="", sample_keys=sample_keys)
+        micro_batch = MicroBatch(size=len(sample_keys), unknown_because="", sample_keys=sample_keys, replicas=replicas)
         self._recorder.loading.note(batch, micro_batch)
         return batch
 
@@ -250,6 +317,21 @@ class Twin:
                     group.append(RankBatch(window_index, rank, micro_batch))
         return sorted(group, key=_place_in_step)
 
+    def are_replicas_known(self) -> bool:
+        """Return whether the ranks computed the replicas that `torch.chunk` makes of each loader batch, if any."""
+        replicas = self.records[0].facts.replicas
+        if replicas is None:
+            return True
+        for step in range(len(self.records[0].steps)):
+            for _, batch in groupby(self.group_of_step(step), key=_window_index):
+                sizes: list[int] = []
+                for _, _, micro_batch in batch:
+                    sizes += micro_batch.sizes_of_pieces
+                chunks = torch.arange(sum(sizes)).chunk(replicas)
+                if sizes != [len(chunk) for chunk in chunks]:
+                    return False
+        return True
+
     def train(self) -> Record:
         """Train on one batch in each step, which holds the micro-batches of all ranks, and read an epoch."""
         number = len(self.records[0].steps)
@@ -291,7 +373,13 @@ class Twin:
                 replay.replace_train_dataloader(owner)
         trainer = self._trainer(options, recorder, window)
         replay.trainer = trainer
-        with _world_of_one(), recorder.watching(module):
+        with ExitStack() as stack:
+            stack.enter_context(_world_of_one())
+            if facts.sharded:
+                stack.enter_context(on_mesh_of_one(module, self.device))
+            if facts.replicas is not None:
+                stack.enter_context(_batch_norm_of_replicas(recorder))
+            stack.enter_context(recorder.watching(module))
             trainer.fit(module, **data)
         record = recorder.record
         if not record.problem and len(record.steps) < len(steps):
@@ -306,7 +394,7 @@ class Twin:
                 callbacks.append(callback)
         changed = {
             **_OPTIONS_OF_ONE_DEVICE,
-            "strategy": _OneProcess(torch.device(self.device), recorder, self.records[0].facts.rule.name),
+            "strategy": _OneProcess(torch.device(self.device), recorder, self.records[0].facts),
             "callbacks": [*callbacks, recorder],
             "plugins": [recorder.plugin],
             "accumulate_grad_batches": window,

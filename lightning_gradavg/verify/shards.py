@@ -1,0 +1,99 @@
+"""What `fully_shard` (FSDP2) changes about a comparison: ranks have shards, and one process a mesh of one rank.
+
+The user's `configure_model` runs in both. Over one rank, shards are the whole tensors, and their gradients are those of
+the loss.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_gradavg._lightning.internals import class_of_sharded_modules, set_device_mesh, sharded_modules
+
+__all__ = ["change_after_sharding", "is_shard", "layout_problem", "on_mesh_of_one", "shard_in_whole"]
+
+
+def is_shard(tensor: Tensor) -> bool:
+    """Return whether a tensor is a DTensor, of which this rank has a part."""
+    return hasattr(tensor, "device_mesh")  # torch 2.4 has the class `DTensor` elsewhere
+
+
+def layout_problem(name: str, tensor: Any) -> str:
+    """Return why a DTensor cannot be compared; "" if every rank has a shard of its own."""
+    placements, mesh = tensor.placements, tensor.device_mesh
+    if mesh.ndim == 1 and mesh.size() == dist.get_world_size() and placements[0].is_shard():
+        return ""
+    return (
+        f"the weight {name!r} has the placements {tuple(placements)} on a mesh of shape {tuple(mesh.shape)}, and one"
+        " process has no such mesh: verify the run with fully_shard over all ranks, without HSDP and tensor parallelism"
+    )
+
+
+def shard_in_whole(tensor: Any) -> Tensor:
+    """Return this rank's shard of a DTensor at its place in the whole tensor, which is zero elsewhere.
+
+    Sketches are linear, so those of all ranks add up to that of the whole (`record.join_shards`). To gather the whole
+    here would be a collective, in which a rank waits for others that take fewer steps.
+    """
+    (placement,) = tensor.placements  # others are refused (`layout_problem`)
+    shard: Tensor = tensor.detach().to_local()
+    whole = shard.new_zeros(tensor.shape)
+    # The ranks have what `torch.chunk` gives them: the last ones may have fewer rows, or none.
+    rows = tensor.shape[placement.dim]
+    most_rows = math.ceil(rows / tensor.device_mesh.size())
+    start = min(most_rows * tensor.device_mesh.get_local_rank(), rows)
+    whole.narrow(placement.dim, start, shard.shape[placement.dim]).copy_(shard)
+    return whole
+
+
+def change_after_sharding(module: LightningModule, change: Callable[[Any], None]) -> None:
+    """Have every module changed that `configure_model` shards, before anything reads it."""
+    configure_model = module.configure_model
+
+    @functools.wraps(configure_model)  # Lightning asks whether the user overrides it
+    def configured() -> None:
+        configure_model()
+        for submodule in sharded_modules(module):
+            change(submodule)
+
+    vars(module)["configure_model"] = configured
+
+
+_OF_SUMS_OVER_RANKS = (
+    "set_gradient_divide_factor",
+    "set_reduce_scatter_divide_factor",  # the older name
+    "set_requires_gradient_sync",
+)
+"""Methods of sharded modules by which a user says how gradients are summed over the ranks."""
+
+
+def _ignore(*_: object, **__: object) -> None:
+    """Stand for such a method."""
+
+
+@contextmanager
+def on_mesh_of_one(module: LightningModule, device_type: str) -> Iterator[None]:
+    """Have a module shard itself over the one rank of the running process group, on the mesh that Lightning would make.
+
+    One process has no sum over ranks. What the user says about it is ignored: otherwise a run whose gradients are
+    divided by a wrong number, or are never summed, would equal one process that does the same.
+    """
+    mesh = init_device_mesh(device_type, (1, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    set_device_mesh(module, mesh)
+    sharded = class_of_sharded_modules()
+    ignored: dict[str, Any] = {}
+    for name in _OF_SUMS_OVER_RANKS:
+        if hasattr(sharded, name):
+            ignored[name] = _ignore
+    with mock.patch.multiple(sharded, **ignored):
+        yield
