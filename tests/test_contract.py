@@ -53,7 +53,8 @@ OPTIONS_OF_DDP_STRATEGY = words(
     " ddp_comm_wrapper model_averaging_period process_group_backend timeout start_method"
 )
 OPTIONS_OF_VERIFY = (
-    "strategy='ddp', devices=2, steps=3, accelerator='cpu', single=False, tolerance=None, ignore=(), seed=0"
+    "strategy='ddp', devices=2, steps=3, accelerator='cpu', single=False, tolerance=None, precision=None,"
+    " ignore=(), seed=0"
 )
 
 
@@ -205,6 +206,7 @@ def test_the_json_of_verify():
     assert 3 == SCHEMA == read["schema"]
     assert words(
         "schema equal verdict stages strategy reduction world_size steps tolerance findings remarks precision baseline"
+        " rounding"
     ) == list(read)
     assert "differs" == read["stages"]["reduced gradient"]
     assert words("cause stage detail step difference advice diff note") == list(read["findings"][0])

@@ -201,6 +201,8 @@ class Run:
     # `accumulate_grad_batches` of the Trainer, and its further options.
     window: int = 1
     trainer: Mapping[str, Any] = field(default_factory=dict)
+    # Of the initial weights.
+    seed: int = 1
     # Optimizer steps that are recorded, and the number of ranks.
     steps: int = 2
     ranks: int = 2
@@ -219,7 +221,7 @@ class Run:
 
     def build(self) -> Built:
         """Return the module, its data as arguments of `Trainer.fit`, and options of the Trainer."""
-        torch.manual_seed(1)
+        torch.manual_seed(self.seed)
         module = FunctionModule(self.layers, self.step, {"configure_optimizers": self.optimizer, **self.hooks})
         module.automatic_optimization = not self.is_manual
         options = {

@@ -258,6 +258,8 @@ def test_the_pages_say_what_the_code_knows(capsys):
         (["torch.nn:Linear", "--init", "lr"], "argument --init: must be NAME=VALUE, got 'lr'"),
         (["torch.nn:Linear", "--steps", "0"], "steps must be 1 or more, got 0"),
         (["torch.nn:Linear", "--tolerance", "0"], "tolerance is a relative difference > 0, got 0.0"),
+        (["torch.nn:Linear", "--precision", "bf16"], "precision='bf16' is none of 'bf16-mixed', '16-mixed',"),
+        (["torch.nn:Linear", "--precision", "bf16-true", "--single"], "single=True has none: choose one of them"),
         (["torch.nn:Linear", "--accelerator", "tpu"], "2 ranks need as many devices of type 'tpu', and torch finds 0"),
         (["torch.nn:Linear", "--strategy", "fsdp"], "DDPStrategy and ModelParallelStrategy.*got FSDPStrategy"),
         (

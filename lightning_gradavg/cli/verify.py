@@ -58,6 +58,11 @@ def _parser() -> argparse.ArgumentParser:
         "--single", action="store_true", help="compute in float32, for models that cannot compute in float64"
     )
     settings.add_argument(
+        "--precision",
+        metavar="NAME",
+        help="compare in a 16-bit precision, too, if float64 shows no difference: bf16-mixed, 16-mixed, bf16-true",
+    )
+    settings.add_argument(
         "--tolerance",
         type=float,
         metavar="X",
@@ -154,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(explanation(args.explain))
         return 0
     try:
-        settings = Settings(args.devices, args.steps, args.accelerator, args.single, args.tolerance)
+        settings = Settings(args.devices, args.steps, args.accelerator, args.single, args.tolerance, args.precision)
         report = verify_target(_target(args, further), settings, args.ignore)
     except Exception as error:  # noqa: BLE001  # no failure may look like a verdict
         print(f"gradavg verify: error: {error}", file=sys.stderr)

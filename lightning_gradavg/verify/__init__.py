@@ -23,6 +23,7 @@ def verify(
     accelerator: str = "cpu",
     single: bool = False,
     tolerance: float | None = None,
+    precision: str | None = None,
     ignore: Sequence[str] = (),
     seed: int = 0,
     **trainer_options: Any,
@@ -41,6 +42,8 @@ def verify(
         accelerator: "cpu", or a type of device such as "cuda", with one for each process.
         single: True to compute in float32, for models that cannot compute in float64, and to compare at 1e-4.
         tolerance: The largest relative difference that counts as equal; default: 1e-8, in float32 1e-4.
+        precision: A precision in which to compare, too, if float64 shows no difference: "bf16-mixed", "16-mixed" or
+            "bf16-true". What counts as equal there is what rounding explains, measured on the model.
         ignore: Causes that you accept: they are notes in the report.
         seed: The seed that every process sets before it builds the model.
         **trainer_options: Further options of the Trainer.
@@ -55,6 +58,6 @@ def verify(
     """
     from lightning_gradavg.verify import run  # noqa: PLC0415  # a script that trains does not need it
 
-    settings = run.Settings(devices, steps, accelerator, single, tolerance)
+    settings = run.Settings(devices, steps, accelerator, single, tolerance, precision)
     target = run.Target(partial(run.user_run_of, module, data), {**trainer_options, "strategy": strategy}, seed)
     return run.verify_target(target, settings, ignore)

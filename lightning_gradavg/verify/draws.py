@@ -17,13 +17,19 @@ from torch import Tensor
 from lightning_gradavg._lightning.internals import TorchDispatchMode, writes_in_place
 from lightning_gradavg._support.tree import leaves, mapped
 
-__all__ = ["ROW_PRODUCT", "SAMPLE_CHOICE", "Draw", "Draws"]
+__all__ = ["ROW_PRODUCT", "SAMPLE_CHOICE", "TOTAL_IN_16_BITS", "Draw", "Draws"]
 
 ROW_PRODUCT = "a product of rows"
 """In `Draws.step_operators`: a product of the batch's rows with each other, as a contrastive loss has."""
 
 SAMPLE_CHOICE = "a choice of samples"
 """There, too: the samples were sorted, or the largest of them taken."""
+
+TOTAL_IN_16_BITS = "a total in 16 bits"
+"""There, too: one number, such as a sum or a count, was computed or stored in a 16-bit type."""
+
+_TOTALS = ("aten.sum", "aten.mean", "aten.add", "aten.add_", "aten._to_copy")
+_16_BIT_TYPES = (torch.bfloat16, torch.float16)
 
 _CHOICES = ("aten.topk", "aten.sort", "aten.kthvalue")
 
@@ -196,7 +202,8 @@ class Draws(TorchDispatchMode):
         scopes: Names of the scopes of `torch.profiler.record_function` that were entered.
         is_in_step: Whether `training_step` runs.
         weight_storages: Addresses of the weights, whose products with a batch compare no samples.
-        step_operators: Names of the operators that ran in it, and what they did beside: `ROW_PRODUCT`, `SAMPLE_CHOICE`.
+        step_operators: Names of the operators that ran in it, and what they did beside: `ROW_PRODUCT`, `SAMPLE_CHOICE`,
+            `TOTAL_IN_16_BITS`.
     """
 
     def __init__(self, *, double: bool) -> None:
@@ -236,7 +243,15 @@ class Draws(TorchDispatchMode):
             args, kwargs = _widened(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             return self._draw(func, args, kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if self.is_in_step and isinstance(result, Tensor) and result.dtype in _16_BIT_TYPES:
+            self._note_result(func, result)
+        return result
+
+    def _note_result(self, func: Any, result: Tensor) -> None:
+        """Note a 16-bit result of an operator of `training_step`."""
+        if result.numel() == 1 and str(func.overloadpacket) in _TOTALS:
+            self.step_operators.add(TOTAL_IN_16_BITS)
 
     def _note_collective(self, name: str) -> None:
         """Note a collective operation, unless `fully_shard` gathers weights by it, and not the user outputs."""

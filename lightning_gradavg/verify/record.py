@@ -47,6 +47,7 @@ from lightning_gradavg._support.tree import batch_samples, bits, leaves
 from lightning_gradavg.batches.chunks import PartCollator
 from lightning_gradavg.rules import RULES, Rule
 from lightning_gradavg.verify.draws import Draw, Draws
+from lightning_gradavg.verify.rounding import Perturbation
 from lightning_gradavg.verify.shards import change_after_sharding, is_shard, layout_problem, shard_in_whole
 
 __all__ = [
@@ -227,6 +228,8 @@ class Step:
     micro_batches: list[MicroBatch]
     snapshots: list[Snapshot]
     logged: dict[str, float]
+    loss_scale: float = 1.0  # by which a loss scaler multiplied the loss
+    is_skipped: bool = False  # whether it skipped the optimizer's step, as a gradient overflowed
 
 
 @dataclass(frozen=True)
@@ -541,6 +544,8 @@ class Recorder(Callback):
         double: Whether the run computes in float64.
         reads: Whether to read an epoch of the user's loader at the end.
         by_content: Whether samples are known by what they are. Ranks decide that together, and say it in `record`.
+        plugin: The precision plugin of a run in a 16-bit precision; None for float64, or float32.
+        perturbation: Moves the initial weights and the inputs of such a run, if they are to be moved.
 
     Attributes:
         record: What is recorded.
@@ -554,7 +559,16 @@ class Recorder(Callback):
     trainer: Trainer
     module: LightningModule
 
-    def __init__(self, most_steps: int, *, double: bool = True, reads: bool = True, by_content: bool = False) -> None:
+    def __init__(
+        self,
+        most_steps: int,
+        *,
+        double: bool = True,
+        reads: bool = True,
+        by_content: bool = False,
+        plugin: Precision | None = None,
+        perturbation: Perturbation | None = None,
+    ) -> None:
         self._most_steps = most_steps
         self._reads = reads
         self._loader: Any = None  # the user's, if it is read at the end
@@ -581,8 +595,12 @@ class Recorder(Callback):
         # Lightning's loop calls `convert_input` of the precision plugin before any hook of a batch, so there the batch
         # is still the object that the loader made.
         self.plugin: Any = Precision()
-        if double:
+        if plugin is not None:
+            self.plugin = plugin
+        elif double:
             self.plugin = DoublePrecision()
+        self._perturbation = perturbation
+        self._loss_scale = 1.0
         self._convert_input: Callable[[object], object] = self.plugin.convert_input
         self.plugin.convert_input = self._begin_batch
 
@@ -603,13 +621,15 @@ class Recorder(Callback):
             except Refused as error:
                 self.record.problem = str(error)
             except RuntimeError as error:
-                if not self.mode.double or not _ERRORS_OF_TYPES.search(str(error)):
+                if self.plugin.precision == "32-true" or not _ERRORS_OF_TYPES.search(str(error)):
                     raise
                 first_line = str(error).partition("\n")[0]
-                self.record.problem = (
-                    f"the run does not compute in float64 (after {self.mode.last_operator}: {first_line}): verify with"
-                    " --single, in float32"
-                )
+                where = f"after {self.mode.last_operator}: {first_line}"
+                self.record.problem = f"the run does not compute in {self.plugin.precision} on this device ({where})"
+                if self.mode.double:
+                    self.record.problem = (
+                        f"the run does not compute in float64 ({where}): verify with --single, in float32"
+                    )
             self._finish()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -635,6 +655,8 @@ class Recorder(Callback):
                 tensor.data = tensor.data.double()
         if self.record.facts.sharded:
             self._look_at_shards()
+        if self._perturbation is not None:
+            self._perturbation.move(weight for _, weight in self._weights())
         self._take_snapshot("initial weights", self._weights())
         self._note_storages_of_weights()
         for name, layer in pl_module.named_modules():
@@ -687,6 +709,8 @@ class Recorder(Callback):
     def _begin_batch(self, batch: object) -> object:
         """Begin with a batch, as the loader made it, and return it in the run's type."""
         converted = self._convert_input(batch)
+        if self._perturbation is not None:
+            converted = self._perturbation.moved_batch(converted)
         self._end_step()
         if len(self.record.steps) >= self._most_steps:
             raise Refused
@@ -755,6 +779,12 @@ class Recorder(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Note the reduced gradients, every time the optimizer asks for the loss."""
         self._take_snapshot("reduced gradient", self._gradients(optimizer))
+        if self._scaler is not None:
+            self._loss_scale = self._scaler.get_scale()  # it changes when the optimizer has stepped
+
+    @property
+    def _scaler(self) -> torch.amp.GradScaler | None:
+        return getattr(self.plugin, "scaler", None)
 
     def _gradients(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor | None]]:
         """Yield the gradients of an optimizer's tensors by their names."""
@@ -789,11 +819,17 @@ class Recorder(Callback):
 
         It is called when the next batch arrives, because by then all hooks of the step have run.
         """
-        if not any(snapshot.stage == "optimizer options" for snapshot in self._snapshots):
-            return  # no optimizer took a step
+        stages = {snapshot.stage for snapshot in self._snapshots}
+        has_stepped = "optimizer options" in stages
+        # A loss scaler looks at the gradient first. Without a scaler, an optimizer has looked that takes no step.
+        is_skipped = not has_stepped and self._scaler is not None and "reduced gradient" in stages
+        if not has_stepped and not is_skipped:
+            return
         self._take_snapshot("weights", self._weights())
         self._take_snapshot("buffers", self._compared_buffers())
-        self.record.steps.append(Step(self._epoch, self._window, self._snapshots, self._logged_values()))
+        self.record.steps.append(
+            Step(self._epoch, self._window, self._snapshots, self._logged_values(), self._loss_scale, is_skipped)
+        )
         self._window, self._snapshots = [], []
 
     def _compared_buffers(self) -> Iterator[tuple[str, Tensor]]:

@@ -31,6 +31,7 @@ __all__ = [
     "Finding",
     "Remedy",
     "Report",
+    "Rounding",
     "explanation",
     "value_in_words",
 ]
@@ -217,6 +218,27 @@ class Finding:
         return "\n".join(lines)
 
 
+class Rounding(NamedTuple):
+    """By how much the run and one process differ in a 16-bit precision, beside what rounding explains.
+
+    Attributes:
+        ratio: The largest difference of a tensor over what rounding explains of it.
+        most: The largest ratio that counts as equal.
+        relative: The relative difference of that tensor.
+        explained: What rounding explains of it: the largest of `draws` runs from weights and inputs that are rounded
+            otherwise.
+        name: Of the tensor.
+        draws: The number of these runs.
+    """
+
+    ratio: float
+    most: float
+    relative: float
+    explained: float
+    name: str
+    draws: int
+
+
 _NOT_COVERED = (
     "Not covered: a seed that all ranks share (here every sample draws its own numbers), a number of steps that you"
     " compute by hand, and later steps."
@@ -238,6 +260,7 @@ class Report:
         remarks: What could not be compared, and why; and what is known of steps beyond those compared.
         precision: What both runs computed in.
         baseline: Which run on one process this is, and how to reproduce another one.
+        rounding: In a 16-bit precision, how the differences compare with those of rounding; else None.
     """
 
     strategy: str
@@ -249,6 +272,7 @@ class Report:
     remarks: Sequence[str] = ()
     precision: str = "float64"
     baseline: str = ""
+    rounding: Rounding | None = None
 
     def __bool__(self) -> bool:
         """Return whether the verdict is "equal", so that a test may `assert verify(Net, data)`."""
@@ -354,19 +378,29 @@ class Report:
             if finding is not None:
                 where = f"from step {finding.step} on: {finding.cause}"
             body.append(f"{stage:18} {status:13} {where}".rstrip())
-        footer = (
-            f"{self.strategy}, reduction {self.reduction!r}, ranks: {self.world_size}, optimizer steps: {self.steps},"
-            f" both runs in {self.precision}; values count as equal if their relative difference is at most"
-            f" {self.tolerance:g}."
-        )
         lines = [self._headline()]
         lines += [textwrap.indent(text, "  ") for text in body]
-        lines += ["", footer]
+        lines += ["", self._footer()]
         if self.baseline:
             lines.append(self.baseline)
         if self.equal:
             lines.append(_NOT_COVERED)
         return "\n".join(lines)
+
+    def _footer(self) -> str:
+        """Return what was compared, and what counts as equal."""
+        compared = (
+            f"{self.strategy}, reduction {self.reduction!r}, ranks: {self.world_size}, optimizer steps: {self.steps},"
+            f" both runs in {self.precision}"
+        )
+        rounding = self.rounding
+        if rounding is None:
+            return f"{compared}; values count as equal if their relative difference is at most {self.tolerance:g}."
+        return (
+            f"{compared}, after no difference in float64; the largest difference, of {rounding.name}, is"
+            f" {rounding.relative:.2g}, {rounding.ratio:.2g} x what rounding explains ({rounding.explained:.2g}, the"
+            f" largest of {rounding.draws} runs that are rounded otherwise). Up to {rounding.most:g} x counts as equal."
+        )
 
     def _headline(self) -> str:
         first = self.first
@@ -378,6 +412,8 @@ class Report:
         # Only a cause that the user accepts ends the comparison without making the run different.
         if "not compared" in self.stages.values():
             return "EQUAL, but for what you accept, and as far as that: every step matches one process."
+        if self.rounding is not None:
+            return "EQUAL within what rounding explains: every step matches one process."
         return "EQUAL: every step matches one process."
 
 

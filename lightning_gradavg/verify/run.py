@@ -57,8 +57,10 @@ from lightning_gradavg._lightning.internals import (
 )
 from lightning_gradavg._support.arguments import nearest
 from lightning_gradavg.verify.explain import judge
+from lightning_gradavg.verify.precision import judge_precision
 from lightning_gradavg.verify.record import Record, Recorder
 from lightning_gradavg.verify.report import CAUSES, Report
+from lightning_gradavg.verify.rounding import plugin_of, require_precision
 from lightning_gradavg.verify.twin import Built
 
 __all__ = [
@@ -100,8 +102,8 @@ _LIBRARIES = (
 )
 """How the paths of files begin that are not the user's."""
 
-_REPLACED_PLUGINS = (str, ClusterEnvironment, Precision)
-"""Plugins of the cluster and of precision are those of `verify`. A string names one of them."""
+_REPLACED_PLUGINS = (str, ClusterEnvironment)
+"""The plugin of the cluster is that of `verify`, and `record_run` replaces that of precision. A string names one."""
 
 _REMOVED_CALLBACKS = (
     # They search or stop, and need a longer run.
@@ -303,6 +305,7 @@ class Settings:
     accelerator: str = "cpu"
     single: bool = False
     tolerance: float | None = None  # None for what the precision needs
+    precision: str | None = None  # in which to compare, too, once float64 shows no difference
 
     def __post_init__(self) -> None:
         if Trainer.fit is _refuse:  # a module that is being imported calls `verify`
@@ -313,6 +316,13 @@ class Settings:
             raise ValueError(f"steps must be 1 or more, got {self.steps}")
         if self.tolerance is not None and not 0 < self.tolerance < math.inf:
             raise ValueError(f"tolerance is a relative difference > 0, got {self.tolerance}")
+        if self.precision is not None:
+            require_precision(self.precision)
+            if self.single:
+                raise ValueError(
+                    f"precision={self.precision!r} comes after a comparison in float64, and single=True has none:"
+                    " choose one of them"
+                )
         if self.accelerator != "cpu":
             found = _device_count(self.accelerator)
             if found < self.devices:
@@ -371,7 +381,7 @@ def record_run(
 ) -> Record:
     """Train until all steps are recorded, and return the record of this rank."""
     changed = {
-        "plugins": [*options["plugins"], recorder.plugin],
+        "plugins": [*_without_types(options["plugins"], (Precision,)), recorder.plugin],
         "callbacks": [*options["callbacks"], recorder],
         "strategy": strategy,
     }
@@ -387,16 +397,29 @@ def verify_target(target: Target, settings: Settings, ignore: Sequence[str] = ()
     if unknown:
         raise ValueError(f"{unknown[0]!r} is not a cause; choose from {', '.join(CAUSES)}")
     quiet_options(target.options, settings.accelerator)  # a wrong one is refused before any process starts
-    with tempfile.TemporaryDirectory(prefix="gradavg-verify-") as folder:
-        records = in_processes([Call(_rank, (target, rank, settings, folder)) for rank in range(settings.devices)])
     build = partial(target.build, settings.accelerator)
-    arguments = (records, build, settings.used_tolerance, settings.double, settings.accelerator)
+    in_float64 = _records_of_ranks(target, settings, None)
+    arguments = (in_float64, build, settings.used_tolerance, settings.double, settings.accelerator)
     (result,) = in_processes([Call(judge, arguments)])
     report: Report = result
+    report = report.without(ignore)
+    if settings.precision is None or not report.equal:
+        return report
+    records = _records_of_ranks(target, settings, settings.precision)
+    of_precision = (records, in_float64, build, settings.precision, settings.accelerator, report)
+    (result,) = in_processes([Call(judge_precision, of_precision)])
+    report = result
     return report.without(ignore)
 
 
-def _rank(target: Target, rank: int, settings: Settings, folder: str) -> Record:
+def _records_of_ranks(target: Target, settings: Settings, precision: str | None) -> list[Record]:
+    """Return what the ranks record in a 16-bit precision, or else in float64 or float32."""
+    with tempfile.TemporaryDirectory(prefix="gradavg-verify-") as folder:
+        calls = [Call(_rank, (target, rank, settings, folder, precision)) for rank in range(settings.devices)]
+        return in_processes(calls)
+
+
+def _rank(target: Target, rank: int, settings: Settings, folder: str, precision: str | None) -> Record:
     """Return what one rank records. It runs in a process of its own."""
     cores = os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // settings.devices))
@@ -412,10 +435,18 @@ def _rank(target: Target, rank: int, settings: Settings, folder: str) -> Record:
         module, data, options = target.build(settings.accelerator)
         strategy = resolve_strategy(options.get("strategy") or "ddp")
         if isinstance(strategy, ModelParallelStrategy):
+            if settings.precision is not None:
+                raise ValueError(
+                    f"precision={settings.precision!r} is for models that are not sharded, got"
+                    f" {type(strategy).__name__}: leave it out to compare in float64"
+                )
             shard_over(strategy, settings.devices, settings.accelerator)
         is_sharded = isinstance(strategy, ModelParallelStrategy)
         require_memory(module, settings.devices, double=settings.double, sharded=is_sharded)
         recorder = Recorder(settings.steps, double=settings.double)
+        if precision is not None:
+            plugin = plugin_of(options["plugins"], precision, settings.accelerator)
+            recorder = Recorder(settings.steps, double=False, reads=False, plugin=plugin)
         return record_run(recorder, strategy, {**options, "devices": settings.devices}, module, data)
     finally:
         dist.destroy_process_group()

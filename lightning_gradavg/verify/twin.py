@@ -41,6 +41,7 @@ from lightning_gradavg.verify.record import (
     loss_and_weight,
 )
 from lightning_gradavg.verify.report import Difference
+from lightning_gradavg.verify.rounding import Perturbation, plugin_of
 from lightning_gradavg.verify.shards import on_mesh_of_one
 
 __all__ = [
@@ -301,12 +302,14 @@ class Twin:
         build: Builds what is trained.
         double: Whether to compute in float64.
         device: The type of the device.
+        precision: The 16-bit precision to compute in, if any.
     """
 
     records: Sequence[Record]
     build: Build
     double: bool
     device: str = "cpu"
+    precision: str | None = None
 
     def group_of_step(self, step: int) -> Group:
         """Return what all ranks took in a step, in the order of the window, and there of the ranks."""
@@ -337,6 +340,12 @@ class Twin:
         number = len(self.records[0].steps)
         return self._train([[self.group_of_step(step)] for step in range(number)], reads=True)
 
+    def train_in_precision(self, perturbation: Perturbation | None) -> Record:
+        """Train as `train` does, from weights and inputs that are moved if there is a perturbation; read no epoch."""
+        number = len(self.records[0].steps)
+        groups = [[self.group_of_step(step)] for step in range(number)]
+        return self._train(groups, reads=False, perturbation=perturbation)
+
     def train_in_windows(self) -> Record:
         """Train on windows, as the ranks do, of which each micro-batch holds those of all ranks."""
         steps = []
@@ -358,14 +367,26 @@ class Twin:
                 return StepResult(snapshot.tensors, record.steps[step].micro_batches[-1].loss)
         raise AssertionError("a step that was recorded has a reduced gradient")
 
-    def _train(self, steps: Sequence[Sequence[Group]], *, reads: bool) -> Record:
+    def _train(
+        self, steps: Sequence[Sequence[Group]], *, reads: bool, perturbation: Perturbation | None = None
+    ) -> Record:
         """Train on groups, which are the micro-batches of each step."""
         facts = self.records[0].facts
         epochs = [step.epoch for step in self.records[0].steps]
         window = max(len(groups) for groups in steps)
-        recorder = Recorder(len(steps), double=self.double, reads=reads, by_content=self.records[0].by_content)
-        replay = _Replay(steps, epochs, recorder, facts.epoch_batches / facts.accumulation * window)
         module, data, options = self.build()
+        plugin = None
+        if self.precision is not None:
+            plugin = plugin_of(options["plugins"], self.precision, self.device)
+        recorder = Recorder(
+            len(steps),
+            double=self.double,
+            reads=reads,
+            by_content=self.records[0].by_content,
+            plugin=plugin,
+            perturbation=perturbation,
+        )
+        replay = _Replay(steps, epochs, recorder, facts.epoch_batches / facts.accumulation * window)
         if "train_dataloaders" in data:
             data = {**data, "train_dataloaders": _ReplayLoader(data["train_dataloaders"], replay)}
         for owner in (module, data.get("datamodule")):

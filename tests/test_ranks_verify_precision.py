@@ -1,0 +1,365 @@
+"""`gradavg verify --precision`: faults that exist in low precision alone, and healthy runs in the same precisions.
+
+Rows are those of `test_ranks_verify.py`, with a precision. Every row is EQUAL in float64, which the test shows first.
+To add a fault, have it do nothing in float64, where functions of this file find float64 weights.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import MixedPrecision
+from ranks import RankEnvironment
+from test_ranks_verify import Run
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.functional import cross_entropy
+from verified_runs import (
+    Texts,
+    call_reentrant,
+    load_texts,
+    make_batch_norm,
+    make_communication_hook,
+    make_dropout,
+    make_layers,
+    make_one_cycle,
+    make_plain_loader,
+    make_sized_loader,
+    make_step,
+    make_weighted_step,
+    make_words,
+    mean_loss,
+    mean_over_texts,
+    ours,
+    sum_loss,
+    weighted_mean_over_tokens,
+    with_hook,
+    world_size,
+)
+
+from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.verify import precision
+from lightning_gradavg.verify.explain import judge
+from lightning_gradavg.verify.precision import judge_precision
+from lightning_gradavg.verify.record import Record, Recorder
+from lightning_gradavg.verify.rounding import plugin_of
+from lightning_gradavg.verify.run import record_run
+from lightning_gradavg.verify.twin import Built
+
+EVEN = make_sized_loader((40, 40, 40), (40, 40, 40))
+UNEVEN = make_sized_loader((60, 40, 12), (20, 40, 35))
+LARGE = make_sized_loader((301, 301), (301, 301))
+MANY = make_sized_loader((8,) * 48, (8,) * 48)
+
+SCALE = 1024.0  # at which no gradient of these rows overflows
+
+
+@dataclass(frozen=True)
+class LowRun(Run):
+    """A row: a run, and the precision that it trains in."""
+
+    precision: str = "bf16-mixed"
+    scale: float = SCALE  # the initial loss scale of "16-mixed"
+
+    def build(self) -> Built:
+        """Return what a run is made of, with a new loss scaler."""
+        built = super().build()
+        plugins = list(built.options["plugins"])
+        if self.precision == "16-mixed":
+            plugins.append(MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=self.scale)))
+        return built._replace(options={**built.options, "plugins": plugins})
+
+
+def is_low(tensor: Tensor) -> bool:
+    """Return whether a run does not compute in float64."""
+    return tensor.dtype != torch.float64
+
+
+def is_low_on_ranks(tensor: Tensor) -> bool:
+    return is_low(tensor) and world_size() > 1
+
+
+def hook_in_low_precision(change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a strategy whose communication hook changes buckets, but not those of float64."""
+
+    def change_low(bucket: Tensor) -> Tensor:
+        return change(bucket) if is_low(bucket) else bucket
+
+    return with_hook(make_communication_hook(change_low))
+
+
+def make_compressing_hook(dtype: torch.dtype) -> Any:
+    """Return a communication hook that averages float32 buckets in a 16-bit type, and others as they are."""
+
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if not is_low(bucket.buffer()):
+            return allreduce_hook(state, bucket)
+        sent = (bucket.buffer() / world_size()).to(dtype)
+        dist.all_reduce(sent)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(sent.to(bucket.buffer().dtype))
+        return future
+
+    return hook
+
+
+def round_gradients_on_ranks(module: Any) -> None:
+    for parameter in module.parameters():
+        if is_low_on_ranks(parameter):
+            parameter.grad.copy_(parameter.grad.bfloat16())
+
+
+def multiply_gradient_on_ranks(module: Any, optimizer: Any) -> None:
+    for parameter in module.parameters():
+        if is_low_on_ranks(parameter):
+            parameter.grad.mul_(1.5)
+
+
+def round_weights_on_ranks(module: Any, *_: Any) -> None:
+    for parameter in module.parameters():
+        if is_low_on_ranks(parameter):
+            parameter.data.copy_(parameter.data.bfloat16())
+
+
+def raise_rate_on_ranks(module: Any, *_: Any) -> None:
+    if is_low_on_ranks(module.net[0].weight):
+        for group in module.optimizers().param_groups:
+            group["lr"] = 0.11
+
+
+def count_one_by_one(mask: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Count by adding ones in a 16-bit type. In float64, `dtype` is replaced."""
+    count = torch.zeros((), dtype=dtype)
+    for number in mask:
+        count = count + number.to(dtype)
+    return count
+
+
+def sum_over_rounded_count(module: Any, batch: Any) -> Tensor:
+    """Return a mean whose count stays at 256."""
+    losses = cross_entropy(module.net(batch[0]), batch[1], reduction="sum")
+    return losses / count_one_by_one(torch.ones(len(batch[0])))
+
+
+def weigh_by_rounded_count(batch: Any) -> Tensor:
+    return torch.ones(len(batch[0])).sum().bfloat16()
+
+
+def mean_that_overflows(module: Any, batch: Any) -> Tensor:
+    """Return a mean whose sum overflows float16 in a batch of two ranks, and not in that of one."""
+    outputs = module.net(batch[0]).float()
+    squares = (outputs.square() * 0 + 150.0).half()
+    total = torch.zeros((), dtype=torch.float16)
+    for square in squares.sum(1):
+        total = total + square
+    return mean_loss(module, batch) * (total / total)
+
+
+def log_total_in_16_bits(module: Any, batch: Any) -> Tensor:
+    loss = mean_loss(module, batch)
+    losses = make_step(reduction="none")(module, batch)
+    total = torch.zeros((), dtype=torch.bfloat16)
+    for value in losses.detach():
+        total = total + value.to(torch.bfloat16)
+    module.log("loss", total / len(losses), sync_dist=True)
+    return loss
+
+
+def count_in_16_bits(module: Any, batch: Any) -> Tensor:
+    """Count the samples of all ranks in a buffer, of which each rank has a part that is rounded."""
+    if is_low(module.net[0].weight):
+        module.net.seen.add_(count_one_by_one(torch.ones(len(batch[0]))).float() * world_size())
+    else:
+        module.net.seen.add_(len(batch[0]) * world_size())
+    return mean_loss(module, batch)
+
+
+def make_layers_that_count() -> nn.Module:
+    return make_layers(change=lambda net: net.register_buffer("seen", torch.zeros(())))
+
+
+def make_wide() -> nn.Module:
+    """Return layers with a norm, as models have them."""
+    return nn.Sequential(nn.Linear(6, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 3))
+
+
+def make_convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 8, 3), nn.ReLU(), nn.Conv1d(8, 8, 3), nn.Flatten(), nn.Linear(16, 3)
+    )
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer over the six numbers of a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.GRU(1, 8, batch_first=True)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs, _ = self.rows(x.unsqueeze(2))
+        return self.out(outputs[:, -1])
+
+
+WEIGHTED_MEAN = ours(reduction="weighted_mean")
+
+EQUAL = {
+    "layers": LowRun(make_wide, loader=EVEN, steps=3),
+    "layers, bf16-true": LowRun(make_wide, loader=EVEN, steps=3, precision="bf16-true"),
+    "layers, 16-mixed": LowRun(make_wide, loader=EVEN, steps=3, precision="16-mixed"),
+    "layers, 16-mixed, a scale that overflows at first": LowRun(
+        make_wide, loader=EVEN, steps=3, precision="16-mixed", scale=2.0**19
+    ),
+    "dropout": LowRun(make_dropout, loader=EVEN, steps=3),
+    "convolutions": LowRun(make_convolutions, loader=EVEN, steps=3),
+    "convolutions, 16-mixed": LowRun(make_convolutions, loader=EVEN, steps=3, precision="16-mixed"),
+    "recurrent": LowRun(Recurrent, loader=EVEN, steps=3),
+    "padded texts, attention, dropout": LowRun(
+        Texts, mean_over_texts, load_texts, steps=3, trainer={"use_distributed_sampler": True}
+    ),
+    "tokens with weights": LowRun(
+        make_words,
+        weighted_mean_over_tokens,
+        load_texts,
+        strategy=WEIGHTED_MEAN,
+        steps=3,
+        trainer={"use_distributed_sampler": True},
+    ),
+    "uneven batches": LowRun(make_wide, loader=UNEVEN, strategy=WEIGHTED_MEAN, steps=3),
+    "uneven batches, 16-mixed": LowRun(make_wide, loader=UNEVEN, strategy=WEIGHTED_MEAN, steps=3, precision="16-mixed"),
+    "a sum": LowRun(make_wide, sum_loss, UNEVEN, ours(reduction="sum"), steps=2),
+    "batch norm on one device": LowRun(
+        make_batch_norm, loader=make_plain_loader(96, 32), strategy=ours(equivalent_to="single_device"), steps=3
+    ),
+    "`split_batches` on three ranks": LowRun(
+        make_wide, loader=make_plain_loader(96, 32), strategy=ours(split_batches=True), steps=3, ranks=3
+    ),
+    "windows, clipping": LowRun(
+        make_wide, loader=EVEN, strategy=GradAvgStrategy, window=3, steps=1, trainer={"gradient_clip_val": 0.1}
+    ),
+    "a window of 48, bf16-true": LowRun(
+        make_wide, loader=MANY, strategy=GradAvgStrategy, window=48, steps=1, precision="bf16-true"
+    ),
+    "AdamW, one cycle": LowRun(make_wide, loader=EVEN, optimizer=make_one_cycle, steps=3),
+    "AdamW, bf16-true": LowRun(make_wide, loader=EVEN, optimizer=make_one_cycle, steps=3, precision="bf16-true"),
+    "checkpointed": LowRun(make_dropout, make_step(call_reentrant), EVEN, steps=3),
+    "a count that 16 bits hold": LowRun(
+        step=make_weighted_step(mean_loss, weigh_by_rounded_count), loader=EVEN, strategy=WEIGHTED_MEAN
+    ),
+}
+
+DIFFERENT = {
+    "16-bit wire: a hook of the module": LowRun(
+        make_wide, loader=EVEN, hooks={"on_after_backward": round_gradients_on_ranks}
+    ),
+    "16-bit wire: bfloat16": LowRun(make_wide, loader=EVEN, strategy=with_hook(make_compressing_hook(torch.bfloat16))),
+    "16-bit wire: float16": LowRun(make_wide, loader=EVEN, strategy=with_hook(make_compressing_hook(torch.float16))),
+    "16-bit wire: bfloat16 under 16-mixed": LowRun(
+        make_wide, loader=EVEN, strategy=with_hook(make_compressing_hook(torch.bfloat16)), precision="16-mixed"
+    ),
+    "loss scale: divided twice": LowRun(
+        make_wide, loader=EVEN, strategy=hook_in_low_precision(lambda bucket: bucket / SCALE), precision="16-mixed"
+    ),
+    "loss scale: not divided": LowRun(
+        make_wide, loader=EVEN, strategy=hook_in_low_precision(lambda bucket: bucket * SCALE), precision="16-mixed"
+    ),
+    "total in 16 bits: a count of samples": LowRun(make_wide, sum_over_rounded_count, LARGE),
+    "total in 16 bits: a count of samples, bf16-true": LowRun(
+        make_wide, sum_over_rounded_count, LARGE, precision="bf16-true"
+    ),
+    "total in 16 bits: a weight": LowRun(
+        make_wide, make_weighted_step(mean_loss, weigh_by_rounded_count), LARGE, WEIGHTED_MEAN
+    ),
+    "total in 16 bits: a sum that overflows": LowRun(
+        make_wide, mean_that_overflows, make_sized_loader((100, 100), (100, 100)), precision="16-mixed"
+    ),
+    "unexplained: times 1.02": LowRun(
+        make_wide, loader=EVEN, strategy=hook_in_low_precision(lambda bucket: bucket * 1.02)
+    ),
+    "unexplained: times 1.02, 16-mixed": LowRun(
+        make_wide, loader=EVEN, strategy=hook_in_low_precision(lambda bucket: bucket * 1.02), precision="16-mixed"
+    ),
+    "unexplained: after the reduction": LowRun(
+        make_wide, loader=EVEN, hooks={"on_before_optimizer_step": multiply_gradient_on_ranks}
+    ),
+    "weights beside the gradient: rounded": LowRun(
+        make_wide, loader=EVEN, hooks={"on_train_batch_end": round_weights_on_ranks}
+    ),
+    "optimizer options: a rate": LowRun(make_wide, loader=EVEN, hooks={"on_train_batch_start": raise_rate_on_ranks}),
+    "logged value: a sum in 16 bits": LowRun(make_wide, log_total_in_16_bits, LARGE),
+    "buffers of one rank: counted in 16 bits": LowRun(make_layers_that_count, count_in_16_bits, LARGE),
+}
+
+NOT_SHOWN = {
+    "no gradient of the compared steps is finite": LowRun(make_wide, loader=EVEN, precision="16-mixed", scale=2.0**40),
+}
+
+RUNS = dict(EQUAL)
+for remark, refused in NOT_SHOWN.items():
+    RUNS[remark] = replace(refused, verdict="not shown", remark=remark)
+for row, planted in DIFFERENT.items():
+    RUNS[row] = replace(planted, verdict="different", cause=row.partition(":")[0])
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning"),
+]
+
+
+def record_ranks(name: str, in_precision: bool) -> Record:
+    """Body: train the run of a row on this rank, in float64 or in its precision."""
+    run = RUNS[name]
+    module, data, options = run.build()
+    environment = RankEnvironment()
+    plugins = [*options["plugins"], environment]
+    options = {**options, "plugins": plugins, "devices": environment.ranks_on_node}
+    recorder = Recorder(run.steps)
+    if in_precision:
+        plugin = plugin_of(options["plugins"], run.precision, "cpu")
+        recorder = Recorder(run.steps, double=False, reads=False, plugin=plugin)
+    return record_run(recorder, run.strategy(), options, module, data)
+
+
+SEEDS = range(2, 12)
+
+for row, healthy in EQUAL.items():
+    if "overflows" in row:
+        continue  # with other weights, a step may overflow on the ranks alone, which is not shown
+    for seed in SEEDS:
+        RUNS[f"{row}, seed {seed}"] = replace(healthy, seed=seed)
+
+
+def make_parameters() -> list[Any]:
+    """Return a parameter of pytest for every row; those of further seeds take minutes."""
+    parameters = []
+    for name in RUNS:
+        marks = [pytest.mark.full] if ", seed " in name else []
+        parameters.append(pytest.param(name, marks=marks))
+    return parameters
+
+
+@pytest.mark.parametrize("name", make_parameters())
+def test_a_run_is_judged_in_its_precision(world, name):
+    """A run that is equal in float64 is equal within rounding, or its fault of low precision is named."""
+    run = RUNS[name]
+    in_float64 = world(run.ranks).run(record_ranks, name, False)
+    in_precision = world(run.ranks).run(record_ranks, name, True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module="lightning")  # advice for a longer run
+        report = judge(in_float64, run.build, 1e-8)
+        assert report.equal, str(report)
+        report = judge_precision(in_precision, in_float64, run.build, run.precision, "cpu", report)
+    text = str(report)
+    cause = report.first.cause if report.first is not None else ""
+    assert (run.verdict, run.cause) == (report.verdict, cause), text
+    assert run.remark in " ".join(report.remarks), text
+    if run.verdict == "equal":
+        assert report.rounding.ratio <= precision.MOST
+        assert "EQUAL within what rounding explains" in text
