@@ -207,7 +207,7 @@ def test_the_json_of_verify():
         "schema equal verdict stages strategy reduction world_size steps tolerance findings remarks precision baseline"
     ) == list(read)
     assert "differs" == read["stages"]["reduced gradient"]
-    assert words("cause stage detail step difference advice diff note") == list(read["findings"][0])
+    assert words("cause stage detail step difference advice diff note module line where") == list(read["findings"][0])
     assert words("name relative found expected factor") == list(read["findings"][0]["difference"])
 
 

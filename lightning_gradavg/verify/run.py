@@ -23,7 +23,6 @@ import re
 import signal
 import socket
 import sys
-import sysconfig
 import tempfile
 import traceback
 import warnings
@@ -38,8 +37,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
-import jsonargparse
-import lightning
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -55,6 +52,7 @@ from lightning_gradavg._support.arguments import nearest
 from lightning_gradavg.verify.explain import judge
 from lightning_gradavg.verify.record import Record, Recorder
 from lightning_gradavg.verify.report import CAUSES, Report
+from lightning_gradavg.verify.trace import is_library
 from lightning_gradavg.verify.twin import Built
 
 __all__ = [
@@ -78,19 +76,6 @@ _LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "OMPI_", "PMI_", "PL_", "LT_")
 
 _NUMBERS_PER_PARAMETER = 5
 """Weight, gradient, its copy in DDP's bucket, and two numbers of an optimizer such as Adam."""
-
-_LIBRARIES = (
-    sysconfig.get_path("stdlib"),
-    sysconfig.get_path("purelib"),
-    sysconfig.get_path("platlib"),
-    str(Path(__file__).parents[1]),
-    # After `pip install --target`, or in a checkout, these packages are in none of the folders above.
-    str(Path(torch.__file__).parent),
-    str(Path(lightning.__file__).parent),
-    str(Path(jsonargparse.__file__).parent),
-    "<",  # no file, such as <frozen importlib._bootstrap>
-)
-"""How the paths of files begin that are not the user's."""
 
 _REPLACED_PLUGINS = (str, ClusterEnvironment, Precision)
 """Plugins of the cluster and of precision are those of `verify`. A string names one of them."""
@@ -489,9 +474,7 @@ def _make_call(folder: str, rank: int, environ: Mapping[str, str]) -> None:
 
 def _as_reported(error: BaseException, who: str) -> Exception:
     """Return a question of usage as a `ValueError`, and a failure with the last line of the user's own code."""
-    of_user = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)
-    ]
+    of_user = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library(frame.filename)]
     if of_user:
         last = of_user[-1]
         where = f"\n  {last.filename}, line {last.lineno}, in {last.name}\n    {last.line}"
