@@ -574,11 +574,15 @@ NOT_SHOWN = {
     ),
     # Random numbers.
     "a generator of Python or NumPy": Run(step=make_step(call_with_draw_of_python)),
-    "one draw for a whole batch (aten.rand)": make_sampled_run(step=make_step(call_with_draw_of_batch)),
-    "one draw for a whole batch (aten.randn_like)": Run(hooks={"on_before_optimizer_step": add_noise_to_gradients}),
+    "one draw for a whole batch (aten.rand)": make_sampled_run(
+        step=make_step(call_with_draw_of_batch), says=["drawn in `FunctionModule`, ", "`return net(x * torch.rand(1))`"]
+    ),
+    "one draw for a whole batch (aten.randn_like)": Run(
+        hooks={"on_before_optimizer_step": add_noise_to_gradients}, says=["`parameter.grad.add_(torch.randn_like("]
+    ),
     "collate_fn draws random numbers": make_sampled_run(loader=make_plain_loader(collate_fn=collate_in_random_order)),
     "a batch of another size draws other random numbers (aten.bernoulli_)": make_sampled_run(
-        make_words, drop_word_by_word, load_texts
+        make_words, drop_word_by_word, load_texts, says=["`rows = torch.stack([dropout(row, 0.1) for row in"]
     ),
     "transformed at random": Run(loader=load_other_samples_by_ranks),
     # Schedulers.

@@ -204,7 +204,7 @@ class Bucket:
     """Gradients that a communication hook of the user reduced together.
 
     Attributes:
-        parameters: Their parameters, in order; emptied when the gradients are read.
+        parameters: Their parameters, in order; emptied when the gradients are read, or the step ends.
         before: The gradients of this rank.
         after: What the hook made of those of all ranks.
     """
@@ -851,6 +851,8 @@ class Recorder(Callback):
             return  # no optimizer took a step
         self._take_snapshot("weights", self._weights())
         self._take_snapshot("buffers", self._compared_buffers())
+        for bucket in self._buckets:
+            bucket.parameters = []  # left by a backward past Lightning, and too large for a record
         logged = self._logged_values()
         step = Step(self._epoch, self._window, self._snapshots, logged, self._writes.places, self._buckets)
         self.record.steps.append(step)
