@@ -209,7 +209,7 @@ def test_the_json_of_verify():
         " rounding"
     ) == list(read)
     assert "differs" == read["stages"]["reduced gradient"]
-    assert words("cause stage detail step difference advice diff note") == list(read["findings"][0])
+    assert words("cause stage detail step difference advice diff note module line where") == list(read["findings"][0])
     assert words("name relative found expected factor") == list(read["findings"][0]["difference"])
 
 

@@ -6,8 +6,8 @@ have. Each row shows something that no other one shows: a mechanism of the packa
 layers, steps, hooks and loaders are functions of `verified_runs.py`. What is expected follows from how the run is
 made: a healthy one computes the gradient of one process, and a planted fault multiplies it by a known `factor`. The
 test records the first `steps` of the run on real ranks, and has one process judge what they recorded. It compares the
-verdict, the cause, the factor, and the texts that the report `says`, in this order. docs/verify.md has the number of
-rows.
+verdict, the cause, the factor, the module and the line that the first finding names, and the texts that the report
+`says`, in this order. docs/verify.md has the number of rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -30,14 +30,19 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from toys import GATHERS, Toy
 from verified_runs import (
     DETACHED,
+    FrozenEncoder,
     FunctionModule,
     MakeLayers,
     MakeLoader,
+    RecurrentNorm,
+    ScaledByRank,
     Step,
     Texts,
     add_noise_to_gradients,
     average_weights,
     average_weights_by_ranks,
+    call_and_write,
+    call_checkpointed,
     call_compiled,
     call_quantized,
     call_reentrant,
@@ -81,6 +86,7 @@ from verified_runs import (
     make_batch_norm,
     make_batch_norm_and_dropout,
     make_batch_norm_in_evaluation,
+    make_batch_norm_of_nodes,
     make_communication_hook,
     make_contrastive_step,
     make_dropout,
@@ -95,6 +101,7 @@ from verified_runs import (
     make_layers_with_tiny_gradient,
     make_lbfgs,
     make_manual_step,
+    make_normalizing_generator_and_critic,
     make_one_cycle,
     make_penalized_step,
     make_plain_loader,
@@ -123,8 +130,11 @@ from verified_runs import (
     mean_loss_with_state,
     mean_loss_without_class_0,
     mean_of_hardest,
+    mean_over_graphs,
     mean_over_texts,
     mean_product,
+    mean_within_vmap,
+    multiply_gradients_by_ranks,
     one_over_ranks,
     ours,
     outputs_of_batch,
@@ -149,6 +159,7 @@ from verified_runs import (
     stock_sharded,
     stop_in_one_process,
     sum_loss,
+    sum_of_two_means,
     train_generator_and_critic,
     weigh_by_position,
     weighted_mean_over_tokens,
@@ -214,10 +225,13 @@ class Run:
     factor: float | None = None
     # Parts of the report, in their order.
     says: Sequence[str] = ()
-    # The verdict, the cause, and a part of the remarks. `RUNS` fills these in from the row's table and name.
+    # The verdict, the cause, a part of the remarks, the layer and a part of the line. `RUNS` fills these in from the
+    # row's table and name, and from NAMED.
     verdict: str = "equal"
     cause: str = ""
     remark: str = ""
+    module: str = ""
+    line: str = ""
 
     def build(self) -> Built:
         """Return the module, its data as arguments of `Trainer.fit`, and options of the Trainer."""
@@ -427,6 +441,10 @@ EQUAL = {
     "shards, contrastive, gathered": make_sampled_run(
         step=make_contrastive_step("lightning_gradavg"), strategy=sharded(), hooks=SHARDS
     ),
+    "in place behind layers": Run(step=make_step(call_and_write)),
+    "a frozen encoder of padded texts": make_sampled_run(
+        FrozenEncoder, mean_over_texts, load_texts, strategy=stock(find_unused_parameters=True)
+    ),
 }
 
 
@@ -449,6 +467,24 @@ DIFFERENT = {
     "batch norm: case 42": Run(lambda: nn.BatchNorm1d(1), mean_product, load_case_42, steps=1),
     "batch norm: windows": Run(make_batch_norm, loader=THREE_BATCHES, strategy=GradAvgStrategy, window=3, steps=1),
     "batch norm: in evaluation, without running statistics": Run(make_batch_norm_in_evaluation),
+    "batch norm: behind a recurrent layer": Run(RecurrentNorm),
+    "batch norm: of the nodes of graphs": Run(make_batch_norm_of_nodes, mean_over_graphs),
+    "batch norm: pieces, checkpointed": Run(
+        make_batch_norm,
+        make_step(call_checkpointed),
+        make_plain_loader(32, 8),
+        ours(split_batches=True, max_device_batch_size=2),
+        window=2,
+    ),
+    "batch norm: before what is computed unseen": Run(make_batch_norm, mean_within_vmap),
+    "unexplained: batch norm in manual optimization": Run(
+        make_normalizing_generator_and_critic,
+        train_generator_and_critic,
+        strategy=stock(find_unused_parameters=True),
+        is_manual=True,
+        optimizer=make_adams,
+    ),
+    "non-decomposable loss: two means of different numbers": Run(step=sum_of_two_means),
     "non-decomposable loss: a variance": Run(
         step=spread_of_batch, says=["training_step has var", "Do: if it normalizes by mean and variance"]
     ),
@@ -550,6 +586,8 @@ DIFFERENT = {
     "global normaliser": Run(
         step=divide_by_count_of_all_ranks, loader=UNEVEN, factor=0.5, says=["Do: use lightning_gradavg.global_mean"]
     ),
+    "unexplained: a layer that depends on the rank": Run(lambda: make_layers(ScaledByRank())),
+    "hand-compensated loss: a hook after the backward": Run(hooks={"on_after_backward": multiply_gradients_by_ranks}),
     "unexplained: a state of each rank that hardly differs": Run(
         step=mean_loss_with_state, says=["what the ranks keep for themselves"]
     ),
@@ -687,6 +725,102 @@ DIFFERENT = {
 }
 
 
+# 2a. What the first finding of these runs names: the layer or the class of the module, and a part of the line with the
+# fault. A run that is not listed names neither.
+
+
+class Named(NamedTuple):
+    """What a finding names."""
+
+    module: str
+    line: str
+
+
+LOSS = Named("FunctionModule", "return lambda module, batch: cross_entropy(forward(module.net, batch[0])")
+IN_COMMUNICATION_HOOK = Named("", "def hook(state: Any, bucket: dist.GradBucket)")
+
+NAMED = {
+    "duplicated stream": Named("", "def __iter__(self)"),
+    "duplicated stream: without an end": Named("", "def __iter__(self)"),
+    # Values of the same samples.
+    "batch norm: case 42": Named("net", "return (module.net(batch) * batch).mean()"),
+    "batch norm: windows": Named("net.1", "return net(x)"),
+    "batch norm: in evaluation, without running statistics": Named("net.1", "return net(x)"),
+    "batch norm: behind a recurrent layer": Named("net.norm", "self.norm(rows.flatten(0, 1))"),
+    "batch norm: of the nodes of graphs": Named("net.1", "outputs = module.net(nodes)"),
+    "batch norm: pieces, checkpointed": Named("net.1", "return checkpoint(net, x, use_reentrant=False)"),
+    "batch norm: before what is computed unseen": Named("net.1", "outputs = module.net(batch[0])"),
+    "unexplained: batch norm in manual optimization": Named("net.0.1", "generated = generator("),
+    "unexplained: a layer that depends on the rank": Named("net.1", "return moved * (1 + 0.1 * rank())"),
+    # Gradients of the same samples.
+    "non-decomposable loss: a variance": Named("FunctionModule", "return outputs.var(dim=0, correction=0).sum()"),
+    "non-decomposable loss: the hardest samples": Named("FunctionModule", ".topk(2).values.mean()"),
+    "non-decomposable loss: two means of different numbers": Named("FunctionModule", "+ outputs.square().mean()"),
+    "contrastive loss": Named("FunctionModule", "return cross_entropy(rows @ rows.T, torch.arange(len(rows)))"),
+    "detached gather: `self.all_gather`": Named("FunctionModule", "module.all_gather(rows).flatten(0, 1)"),
+    "detached gather: `torch.distributed.all_gather_single`": Named("FunctionModule", "all_gather_single(rows_of_all,"),
+    # Numbers of no sample.
+    "non-decomposable loss: a clamped mean": Named("FunctionModule", ".square().clamp(min=0.1)"),
+    "weighed global mean": Named("FunctionModule", "mean, mean_of_counted = global_mean(totals,"),
+    "constant term: an L2 penalty under `sum`": Named("FunctionModule", "return step(module, batch) + 0.3 * penalty"),
+    # Values of a rank's samples alone.
+    "hand-compensated loss: case 7": Named("FunctionModule", "module.net.losses(batch).sum() * world_size() / total"),
+    "hand-compensated loss: times the ranks, dropout": Named("FunctionModule", "factor() * step(module, batch)"),
+    "double division: a loss": Named("FunctionModule", "factor() * step(module, batch)"),
+    "unexplained: times the ranks in manual optimization": Named("FunctionModule", "factor() * step(module, batch)"),
+    "global normaliser": Named("FunctionModule", "return sum_loss(module, batch) / count"),
+    "unexplained: a state of each rank that hardly differs": Named("FunctionModule", "return factor * loss"),
+    # The loss.
+    "weighed global mean: of a sum": Named("FunctionModule", "return mean + mean_of_counted"),
+    "sum loss": LOSS,
+    "mean of means": LOSS,
+    "mean of means: over tokens": LOSS,
+    "mean of means: over tokens of padded texts, with weights": Named("FunctionModule", "ignore_index=0)"),
+    "counts: class weights": LOSS,
+    "counts: a mean under `sum`": LOSS,
+    # What changes gradients after the loss.
+    "double division: a communication hook": IN_COMMUNICATION_HOOK,
+    "gradient hooks: every rank clips its norm": IN_COMMUNICATION_HOOK,
+    "unexplained: times 1.004": IN_COMMUNICATION_HOOK,
+    "hand-compensated loss: a hook after the backward": Named("FunctionModule", "parameter.grad.mul_(world_size())"),
+    "hand-compensated loss: a tiny gradient times the ranks": Named("net.0", "1e-9 * world_size() * gradient"),
+    "unsynchronised replicas: past the strategy": Named("FunctionModule", "loss.backward()"),
+    # Weights and buffers, by the layers that hold them; optimizers; logged values.
+    "initial weights": Named("net.0", ""),
+    "unsynchronised replicas: a weight": Named("net.2", "module.net[2].weight.data[0, 0] += 1e-3"),
+    "unregistered parameter: a temperature": Named("net", "return loss + module.net.temperature * loss.detach()"),
+    "unregistered parameter: layers in a list": Named("net.heads[0]", "return net.heads[0](net(x))"),
+    "unregistered parameter: layers in a list, in float32": Named("net.heads[0]", "return net.heads[0](net(x))"),
+    "weights beside the gradient: an average": Named("net.0", "0.1 * world_size())"),
+    "buffers of one rank: of its samples": Named("net", "module.net.seen.add_(len(batch[0]))"),
+    "unsynchronised replicas: rates": Named("", "def make_sgd_by_rank("),
+    "unsynchronised schedule": Named("", "def make_sgd_on_plateau("),
+    "learning-rate scale": Named("", "def make_sgd_times_ranks("),
+    "optimizer options: weight decay": Named("", "def make_sgd_with_decay_times_ranks("),
+    "logged value: summed over the ranks": Named("FunctionModule", 'module.log("loss", total)'),
+    # Of sharded models and of replicas.
+    "duplicated stream: shards": Named("", "def __iter__(self)"),
+    "batch norm: shards": Named("net.1", "return net(x)"),
+    "non-decomposable loss: shards, a normalized gradient": Named("net.2", "outputs = net(x)"),
+    "contrastive loss: shards": Named("FunctionModule", "return cross_entropy(rows @ rows.T, torch.arange(len(rows)))"),
+    "detached gather: shards": Named("FunctionModule", "module.all_gather(rows).flatten(0, 1)"),
+    "hand-compensated loss: shards on four ranks": Named("FunctionModule", "factor() * step(module, batch)"),
+    "sum loss: shards on four ranks": LOSS,
+    "mean of means: shards": LOSS,
+    "mean of means: shards under `mean`, on four ranks": LOSS,
+    "counts: shards under `sum`": LOSS,
+    "initial weights: shards of other weights on every rank": Named("net.0", ""),
+    "weights beside the gradient: of a shard": Named("net.0", ""),
+    "buffers of one rank: shards": Named("net", "module.net.seen.add_(1)"),
+    "unsynchronised replicas: rates of shards": Named("", "def make_sgd_by_rank("),
+    "counts: tokens of replicas without weights": LOSS,
+    "counts: weights of replicas": LOSS,
+    "sum loss: of four replicas on two ranks": LOSS,
+    "buffers of one rank: of replicas": Named("net", "module.net.seen.add_(1)"),
+    "unsynchronised replicas: rates of replicas": Named("", "def make_sgd_by_rank("),
+}
+
+
 # 3. Runs that one process cannot repeat: by a part of the remark that the report must have.
 
 NOT_SHOWN = {
@@ -721,11 +855,15 @@ NOT_SHOWN = {
     ),
     # Random numbers.
     "a generator of Python or NumPy": Run(step=make_step(call_with_draw_of_python)),
-    "one draw for a whole batch (aten.rand)": make_sampled_run(step=make_step(call_with_draw_of_batch)),
-    "one draw for a whole batch (aten.randn_like)": Run(hooks={"on_before_optimizer_step": add_noise_to_gradients}),
+    "one draw for a whole batch (aten.rand)": make_sampled_run(
+        step=make_step(call_with_draw_of_batch), says=["drawn in `FunctionModule`, ", "`return net(x * torch.rand(1))`"]
+    ),
+    "one draw for a whole batch (aten.randn_like)": Run(
+        hooks={"on_before_optimizer_step": add_noise_to_gradients}, says=["`parameter.grad.add_(torch.randn_like("]
+    ),
     "collate_fn draws random numbers": make_sampled_run(loader=make_plain_loader(collate_fn=collate_in_random_order)),
     "a batch of another size draws other random numbers (aten.bernoulli_)": make_sampled_run(
-        make_words, drop_word_by_word, load_texts
+        make_words, drop_word_by_word, load_texts, says=["`rows = torch.stack([dropout(row, 0.1) for row in"]
     ),
     "transformed at random": Run(loader=load_other_samples_by_ranks),
     # Schedulers.
@@ -764,7 +902,8 @@ def fill_in_expectations() -> dict[str, Run]:
     runs = dict(EQUAL)
     for name, run in DIFFERENT.items():
         cause, _, _ = name.partition(":")
-        runs[name] = replace(run, verdict="different", cause=cause)
+        module, line = NAMED.get(name, ("", ""))
+        runs[name] = replace(run, verdict="different", cause=cause, module=module, line=line)
     for remark, run in NOT_SHOWN.items():
         runs[remark] = replace(run, verdict="not shown", remark=remark)
     return runs
@@ -827,5 +966,10 @@ def test_a_run_is_judged_right(world, name):
     assert run.remark in " ".join(report.remarks), text
     positions = [text.index(part) for part in run.says]
     assert sorted(positions) == positions, text
+    if report.first is not None:
+        assert run.module == report.first.module, text
+        assert run.line in report.first.line, text
+        assert bool(run.line) == bool(report.first.line), text
+        assert report.first.where in text
     if run.factor is not None:
         assert run.factor == pytest.approx(report.first.factor)

@@ -24,8 +24,10 @@ from lightning_gradavg.cli import main
 from lightning_gradavg.cli.lightning import read_names
 from lightning_gradavg.verify.draws import Draws
 from lightning_gradavg.verify.explain import judge
+from lightning_gradavg.verify.places import first_other_value
 from lightning_gradavg.verify.record import Facts, Record, Snapshot, Step, join_shards, sketch
 from lightning_gradavg.verify.report import CAUSES, Difference, Finding, Report, explanation
+from lightning_gradavg.verify.rows import Samples, are_near, layouts_of, numbers_of
 from lightning_gradavg.verify.run import (
     Target,
     imported,
@@ -35,6 +37,7 @@ from lightning_gradavg.verify.run import (
     shard_over,
     user_run_of,
 )
+from lightning_gradavg.verify.trace import Call, CodeLine, Followed, Match, Piece, Place
 from lightning_gradavg.verify.twin import compare_tensors
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -129,6 +132,74 @@ def test_a_sketch_is_linear_and_sees_every_element(size):
     changed[size // 2] = torch.nextafter(changed[size // 2], torch.tensor(9.0))
     assert not torch.equal(sketch(first), sketch(changed))
     assert sketch(first).numel() == min(size, 4096)
+
+
+@pytest.mark.parametrize("size", [1, 7, 512, 100_003])
+def test_the_numbers_of_a_tensor_are_linear_and_see_every_element(size):
+    first, other = torch.randn(2, size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    numbers = torch.tensor([numbers_of(first), numbers_of(other), numbers_of(first + 2 * other)], dtype=torch.float64)
+    assert torch.allclose((numbers[0] + 2 * numbers[1])[:-1], numbers[2, :-1], atol=1e-12)
+    assert are_near(numbers_of(-3 * first), numbers_of(first), 1e-12, -3.0)
+    changed = first.clone()
+    changed[size // 2] += 1e-3
+    assert not are_near(numbers_of(changed), numbers_of(first), 1e-9)
+    assert numbers_of(first)[-1] == float(first.abs().max())
+
+
+def tokens_of(samples, length=4):
+    """Return a row for each token of each sample: its number, and its place in the sample."""
+    return torch.stack([samples[:, None].expand(-1, length), torch.arange(length).expand(len(samples), -1)], -1)
+
+
+ROWS = {
+    "a row for each sample": lambda samples, length: samples[:, None] + torch.arange(3),
+    "tokens of each sample": lambda samples, length: tokens_of(samples).flatten(0, 1),
+    "time steps before samples": lambda samples, length: tokens_of(samples).transpose(0, 1),
+    "time steps before samples, flat": lambda samples, length: tokens_of(samples).transpose(0, 1).flatten(0, 1),
+    "padded at the end": tokens_of,
+    "padded at the end, flat": lambda samples, length: tokens_of(samples, length).flatten(0, 1),
+    "padded at the begin": lambda samples, length: tokens_of(samples, length).flip(1),
+    "products of rows with each other": lambda samples, length: torch.outer(samples, samples),
+}
+"""What a step may compute: `(numbers of samples, length of the longest) -> rows`."""
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_rows_of_a_rank_are_found_in_those_of_the_whole_batch(name):
+    """Of 6 samples a rank has those from the third to the fifth, which are shorter than the longest."""
+    whole = ROWS[name](torch.arange(6.0) + 1, 7)
+    alone = ROWS[name](torch.arange(2.0, 5.0) + 1, 4)
+    layouts = layouts_of(tuple(alone.shape), tuple(whole.shape), Samples(2, 3, 6))
+    found = [layout(whole) for layout in (*layouts.likely, *layouts.possible)]
+    assert any(torch.equal(rows, alone) for rows in found)
+    assert all(rows.shape == alone.shape for rows in found)
+    assert (name == "padded at the end, flat") == (not layouts.likely)
+
+
+def test_weights_have_no_rows_of_samples():
+    """Their shape does not depend on the batch."""
+    assert layouts_of((6, 8), (6, 8), Samples(2, 3, 6)) == ([], [])
+
+
+def followed_call(position, *, is_blind=False):
+    """Return a piece of five calls, of which the loss depends on all, and the call at a position differs."""
+    piece = Piece(0, 2, loss=4)
+    for index in range(5):
+        inputs = tuple(range(index))[-1:]
+        place = Place(f"net.{index}", "Linear", CodeLine(__file__, 1 + index))
+        piece.calls.append(Call("linear", place, inputs, (), is_blind, (2, 3), (1.0, 1.0)))
+    followed = Followed(piece, 0)
+    for index in range(5):
+        followed.matches[index] = Match(index, has_samples=True, is_same=index != position)
+    return followed
+
+
+def test_the_first_call_that_differs_on_any_rank_is_named():
+    found = first_other_value("in", [followed_call(3), followed_call(1), followed_call(2)])
+    first_lines = Path(__file__).read_text("utf-8").splitlines()[:2]
+    assert ("net.1", f"test_verify.py:2: {first_lines[1]}") == (found.module, found.line.rpartition("/")[2])
+    assert first_other_value("in", [followed_call(7)]) is None
+    assert first_other_value("in", [followed_call(1, is_blind=True)]) is None
 
 
 @pytest.mark.parametrize(

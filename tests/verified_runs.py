@@ -20,7 +20,7 @@ from orders import Augmented
 from torch import Tensor, nn
 from torch.distributed import device_mesh
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.functional import cross_entropy, dropout, softplus
+from torch.nn.functional import cross_entropy, dropout, pad, softplus
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
@@ -154,6 +154,51 @@ def make_layers_in_list() -> nn.Module:
     return net
 
 
+class FrozenEncoder(Texts):
+    """A transformer of which only the last layer trains, over what the others compute in evaluation, all at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.TransformerEncoder(self.rows, 1)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        self.layers.eval()
+        with torch.no_grad():
+            rows = self.layers(self.table(batch), src_key_padding_mask=batch == 0)
+        # It leaves out what is padding in all texts.
+        return self.out(pad(rows, (0, 0, 0, batch.shape[1] - rows.shape[1])))
+
+
+class RecurrentNorm(nn.Module):
+    """A batch norm over time steps, which come before the samples, as torch's recurrent layers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(2, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, _ = self.recurrent(x.reshape(len(x), 3, 2).transpose(0, 1))
+        return self.out(self.norm(rows.flatten(0, 1)).view(rows.shape)[-1])
+
+
+class ScaledByRank(nn.Module):
+    """Multiplies by a number that depends on the rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        moved = x + 1
+        return moved * (1 + 0.1 * rank())
+
+
+def make_batch_norm_of_nodes() -> nn.Module:
+    return nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def make_normalizing_generator_and_critic() -> nn.Module:
+    return nn.ModuleList([nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6)), make_layers()])
+
+
 # Training steps. Functions that are called `make_...` return one.
 
 
@@ -180,6 +225,18 @@ def call_compiled(net: nn.Module, x: Tensor) -> Tensor:
 def call_reentrant(net: nn.Module, x: Tensor) -> Tensor:
     """Call a net whose activations are computed again in the backward, with the same random numbers."""
     return checkpoint(net, x.requires_grad_(), use_reentrant=True)
+
+
+def call_checkpointed(net: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(net, x, use_reentrant=False)
+
+
+def call_and_write(net: nn.Module, x: Tensor) -> Tensor:
+    """Change in place what a layer returned, and a view of it."""
+    outputs = net(x)
+    outputs[:, 0] += 1
+    outputs[:, 1].mul_(2)
+    return outputs.relu_()
 
 
 def call_with_draw_of_python(net: nn.Module, x: Tensor) -> Tensor:
@@ -276,6 +333,28 @@ def outputs_of_batch(module: Any, batch: Any) -> dict[str, Tensor]:
 
 def mean_loss_of_batch(module: Any, batch: Any) -> dict[str, Tensor]:
     return {"loss": mean_loss(module, batch)}
+
+
+def mean_within_vmap(module: Any, batch: Any) -> Tensor:
+    """Compute the loss of each sample where no function of torch is seen."""
+    outputs = module.net(batch[0])
+    return torch.vmap(lambda row: row.square().sum())(outputs).mean()
+
+
+def sum_of_two_means(module: Any, batch: Any) -> Tensor:
+    """Return a mean over the samples of some classes and one over all."""
+    outputs = module.net(batch[0])
+    return cross_entropy(outputs, batch[1], ignore_index=0) + outputs.square().mean()
+
+
+def mean_over_graphs(module: Any, batch: Any) -> Tensor:
+    """Take the class of a sample for a graph, which has one node more than the number of the class."""
+    inputs, classes = batch
+    graph_of_node = torch.arange(len(classes)).repeat_interleave(1 + classes)
+    nodes = inputs[graph_of_node, :1]
+    outputs = module.net(nodes)
+    sums = torch.zeros(len(classes), 1, dtype=outputs.dtype).index_add(0, graph_of_node, outputs)
+    return sums.square().mean()
 
 
 def square_of_batch(module: Any, batch: Any) -> Tensor:
@@ -524,6 +603,11 @@ def read_length_of_loader(module: Any) -> None:
 def read_norms_of_gradients(module: Any, optimizer: Any) -> None:
     for parameter in module.net[-1].parameters():
         float(parameter.grad.norm())
+
+
+def multiply_gradients_by_ranks(module: Any) -> None:
+    for parameter in module.parameters():
+        parameter.grad.mul_(world_size())
 
 
 def add_noise_to_gradients(module: Any, optimizer: Any) -> None:

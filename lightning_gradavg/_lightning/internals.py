@@ -604,6 +604,21 @@ writes_in_place = attrgetter("_schema.is_mutable")
 """Returns whether an operator of torch changes an argument."""
 
 
+def hooks_of_tensor(tensor: Tensor) -> list[Callable[..., object]]:
+    """Return the functions that change or see a tensor's gradient in the backward."""
+    # Private: `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks` (T). Without them `gradavg verify` fails.
+    hooks: list[Callable[..., object]] = []
+    for hooks_by_id in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks):
+        if hooks_by_id is not None:
+            hooks += hooks_by_id.values()
+    return hooks
+
+
+# Private: `DDPStrategy._ddp_comm_hook` (L). Without it `gradavg verify` does not name a communication hook.
+comm_hook_of = attrgetter("_ddp_comm_hook")
+"""Returns the communication hook that a strategy was given, or None."""
+
+
 def stored(tensor: Tensor) -> Tensor:
     """Return the values of a sparse tensor, this rank's part of a DTensor, and any other tensor itself."""
     if hasattr(tensor, "to_local"):  # torch 2.4 has DTensor elsewhere

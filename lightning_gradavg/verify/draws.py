@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_gradavg._lightning.internals import TorchDispatchMode, writes_in_place
 from lightning_gradavg._support.tree import leaves, mapped
+from lightning_gradavg.verify.trace import Place
 
 __all__ = ["ROW_PRODUCT", "SAMPLE_CHOICE", "TOTAL_IN_16_BITS", "Draw", "Draws"]
 
@@ -46,6 +47,11 @@ class Draw(NamedTuple):
 
     operator: str
     dim: int  # the dimension of its result along which the samples are; -1 if there is none
+    place: Place | None = None  # where it was drawn
+
+
+def _unknown_place() -> Place | None:
+    return None
 
 
 class _SampleDim(NamedTuple):
@@ -196,7 +202,8 @@ class Draws(TorchDispatchMode):
         last_operator: The operator that ran last, for an error of one that has no float64.
         sample_keys: Keys of the samples of the running batch, in order: micro-batch, rank, and place in the batch.
         likely_dim: The dimension that is tried first for the samples, 0 or 1: 1 within recurrent layers.
-        shared: Operators that drew for no single sample, in order; a dict, as an ordered set.
+        shared: Operators that drew for no single sample, in order, each with the place of its first draw.
+        place: Returns where code runs. The recorder sets it.
         trace: The draws of the running batch.
         collectives: Names of the collective operations that ran.
         scopes: Names of the scopes of `torch.profiler.record_function` that were entered.
@@ -213,7 +220,8 @@ class Draws(TorchDispatchMode):
         self.last_operator = ""
         self.sample_keys: Sequence[tuple[int, ...]] = [(0, 0, 0)]
         self.likely_dim = 0
-        self.shared: dict[str, None] = {}
+        self.shared: dict[str, Place | None] = {}
+        self.place: Callable[[], Place | None] = _unknown_place
         self.trace: list[Draw] = []
         self.collectives: set[str] = set()
         self.scopes: set[str] = set()
@@ -288,7 +296,7 @@ class Draws(TorchDispatchMode):
         states_before = _generator_states(args, kwargs)
         result = func(*args, **kwargs)
         if any(isinstance(argument, torch.Generator) for argument in (*args, *kwargs.values())):
-            self.shared[f"{name}, with a generator of its own"] = None
+            self.shared.setdefault(f"{name}, with a generator of its own", self.place())
             return result
         if _are_equal(states_before, _generator_states(args, kwargs)):
             return result
@@ -297,7 +305,7 @@ class Draws(TorchDispatchMode):
         if isinstance(result, tuple):  # dropout returns its mask, too
             tensor = result[0]
         samples = self._sample_dim(tensor.shape)
-        self.trace.append(Draw(name, samples.dim))
+        self.trace.append(Draw(name, samples.dim, self.place()))
         # Draws form a chain by the CPU's generator. It is left in a state that does not depend on how many numbers the
         # operator drew, so the next draw is the same in a batch of any size.
         chain = hashlib.blake2b(states_before[0].numpy().tobytes(), digest_size=8).hexdigest()
@@ -308,7 +316,7 @@ class Draws(TorchDispatchMode):
             drawn = _FORMS[name](uniform, *args)
         torch.default_generator.manual_seed(_number_of(chain, "next"))
         if drawn is None:
-            self.shared[name] = None
+            self.shared.setdefault(name, self.place())
             return result
         if isinstance(drawn, tuple):
             return drawn

@@ -50,7 +50,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -58,12 +58,32 @@ from torch import Tensor
 
 from lightning_gradavg.reduction.global_mean import SCOPE
 from lightning_gradavg.rules import RULES
-from lightning_gradavg.verify.draws import ROW_PRODUCT, SAMPLE_CHOICE
+from lightning_gradavg.verify.draws import ROW_PRODUCT, SAMPLE_CHOICE, Draw
+from lightning_gradavg.verify.places import (
+    Location,
+    first_other_value,
+    of_backward,
+    of_comm_hook,
+    of_constant_term,
+    of_hook_of_parameter,
+    of_logged_value,
+    of_loss,
+    of_optimizer,
+    of_stream,
+    of_tensor,
+    of_uneven_gradient,
+    of_uneven_number,
+    of_use,
+    of_written_gradient,
+)
 from lightning_gradavg.verify.record import MicroBatch, Reading, Record, Refused, SampleId, join_shards
 from lightning_gradavg.verify.report import CAUSES, Finding, Report, value_in_words
+from lightning_gradavg.verify.rows import rounding_of
+from lightning_gradavg.verify.trace import Followed, Place
 from lightning_gradavg.verify.twin import (
     Build,
     Seen,
+    StepResult,
     Twin,
     compare_records,
     compare_tensors,
@@ -166,6 +186,14 @@ class _Explanation(NamedTuple):
     cause: str  # a key of `CAUSES`
     detail: str  # what was found, with numbers
     advice: str = ""  # what to do; "" for what `CAUSES` says
+    location: Location | None = None  # the module and the line, if these are known
+
+
+class _Traces(NamedTuple):
+    """The calls of `training_step` on the ranks, held against those of one process."""
+
+    whole: Sequence[Followed]  # that takes the samples of all ranks
+    parts: Sequence[Followed]  # that takes a rank's samples alone
 
 
 class _Judge:
@@ -203,7 +231,7 @@ class _Judge:
             remarks.insert(
                 0,
                 f"one draw for a whole batch ({', '.join(shared_draws)}): it belongs to no sample; every rank draws its"
-                " own, and one process draws one",
+                f" own, and one process draws one{_at(next(iter(shared_draws.values())))}",
             )
             in_training = [finding for finding in in_training if finding.stage in _BESIDE_DRAWS]
             logged = None
@@ -288,12 +316,12 @@ class _Judge:
             )
         return remarks
 
-    def _shared_draws(self, alone: Record) -> Sequence[str]:
-        """Return the operators that drew for no single sample, on a rank or on one process."""
-        names: dict[str, None] = {}
-        for record in (*self.records, alone):
-            names.update(record.shared)
-        return list(names)
+    def _shared_draws(self, alone: Record) -> Mapping[str, Place | None]:
+        """Return the operators that drew for no single sample, on a rank or on one process, and where."""
+        places: dict[str, Place | None] = {}
+        for record in (alone, *reversed(self.records)):
+            places.update(record.shared)
+        return places
 
     def _first_difference(self, alone: Record) -> Seen | None:
         """Return the first difference in training to a run on one process."""
@@ -316,10 +344,11 @@ class _Judge:
         """
         stage, name = seen.stage, seen.difference.name
         detail, advice = f"{name} is the first to differ", ""
+        location = self._location_of_tensor(self.records[0], seen)
         if stage == "initial weights":
             cause = "initial weights"
         elif stage == "reduced gradient":
-            cause, detail, advice = self._of_gradient(seen)
+            cause, detail, advice, location = self._of_gradient(seen)
         elif stage == "clipped gradient":
             cause = "unexplained"
         elif stage == "optimizer options" and name.startswith("lr"):
@@ -338,13 +367,80 @@ class _Judge:
         if stage not in _BESIDE_DRAWS:
             self._require_same_draws(alone, seen.step)
             self._require_difference_in_windows(seen.step, cause)
-        return Finding(cause, stage, detail, seen.step, seen.difference, advice)
+        finding = Finding(cause, stage, detail, seen.step, seen.difference, advice)
+        return _with_location(finding, location)
+
+    def _location_of_tensor(self, record: Record, seen: Seen) -> Location | None:
+        """Return the layer and the line of a weight, a buffer or an option that differs; None of a reduced gradient."""
+        name = seen.difference.name
+        if seen.stage == "initial weights":
+            return of_tensor(name, {})
+        writes = record.steps[seen.step].writes
+        if seen.stage == "clipped gradient":
+            return of_written_gradient(seen.names, writes)
+        if seen.stage == "optimizer options":
+            return of_optimizer(record)
+        if seen.stage in ("weights", "buffers"):
+            return of_tensor(name, writes)
+        return None
 
     def _of_gradient(self, seen: Seen) -> _Explanation:
-        """Return why a reduced gradient differs."""
+        """Return why a reduced gradient differs, and where."""
         if not self.facts.automatic:
-            return _Explanation("unexplained", _multiple_in_words(seen.difference.factor))
+            group = self.twin.group_of_step(seen.step)
+            of_parts = [self.twin.train_step([rank_batch], seen.step, follows=True) for rank_batch in group]
+            of_whole = self.twin.train_step(group, seen.step, follows=True)
+            traces = _traces_of(of_whole, of_parts)
+            # What ranks gather from each other is other than what one process has of a part.
+            are_independent = not _gathers(self.records)
+            detail = _multiple_in_words(seen.difference.factor)
+            location = self._location_of_gradient("unexplained", seen, traces, are_independent=are_independent)
+            return _Explanation("unexplained", detail, location=location)
         evidence = _Evidence(self.twin, seen, self.tolerance)
+        explanation = self._of_evidence(seen, evidence)
+        are_independent = len(evidence.right) > 0
+        location = self._location_of_gradient(explanation.cause, seen, evidence.traces, are_independent=are_independent)
+        return explanation._replace(location=location)
+
+    def _location_of_gradient(
+        self, cause: str, seen: Seen, traces: _Traces, *, are_independent: bool
+    ) -> Location | None:
+        """Return the first place of the table in `places.py` that holds, if any does.
+
+        Args:
+            cause: The cause of the difference.
+            seen: The difference.
+            traces: The calls of `training_step`.
+            are_independent: Whether the gradient of a batch is a combination of those of its parts.
+        """
+        rounding = rounding_of(double=self.twin.double)
+        if not traces.whole:
+            return None
+        location = first_other_value("the same samples first have other values in", traces.whole)
+        if location is None:
+            location = of_uneven_gradient(traces.whole, rounding)
+        if location is None and cause == "constant term":
+            location = of_constant_term(traces.whole)
+        elif location is None and not are_independent:
+            location = of_uneven_number(traces.whole, rounding)
+        elif location is None:
+            location = first_other_value("a rank's samples alone first give another value in", traces.parts)
+        if location is None:
+            location = of_loss(cause, traces.whole)
+        if location is None:
+            location = of_comm_hook(self.records, seen.step, rounding)
+        if location is not None:
+            return location
+        # Everything up to the reduction is right, and so is the reduction. If both a hook and a line are left that may
+        # have changed the gradient since, neither is named.
+        hook = of_hook_of_parameter(seen.names, self.records[0])
+        write = of_written_gradient(seen.names, self.records[0].steps[seen.step].writes)
+        if hook is not None and write is not None:
+            return None
+        return hook or write
+
+    def _of_evidence(self, seen: Seen, evidence: _Evidence) -> _Explanation:
+        """Return why a reduced gradient differs, in automatic optimization."""
         # If the order in a batch matters, a batch and its parts differ on one process, too, and explain nothing.
         reversed_order = self.twin.train_step(evidence.group[::-1], seen.step).gradient
         if gap_between(flat(reversed_order, evidence.like), evidence.whole) > evidence.near:
@@ -372,12 +468,14 @@ class _Judge:
         """Raise `Refused` if one process drew other numbers in a step than a rank did."""
         draws = alone.steps[step].micro_batches[-1].draws
         names: dict[str, None] = {}
+        place: Place | None = None
         for record in self.records:
             for micro_batch in record.steps[step].micro_batches:
-                if micro_batch.counts and micro_batch.draws != draws:
+                if micro_batch.counts and not _are_same_draws(micro_batch.draws, draws):
                     names.update(dict.fromkeys(draw.operator for draw in (*micro_batch.draws, *draws)))
+                    place = place or _first_other_draw(micro_batch.draws, draws)
         if names:
-            raise Refused(f"a batch of another size draws other random numbers ({', '.join(names)})")
+            raise Refused(f"a batch of another size draws other random numbers ({', '.join(names)}){_at(place)}")
 
     def _require_difference_in_windows(self, step: int, cause: str) -> None:
         """Raise `Refused` if one process that takes windows, too, trains as the run does.
@@ -422,7 +520,13 @@ class _Judge:
                     elif self.facts.sharded and seen.stage == "reduced gradient":
                         detail += ". fully_shard does not know it, so nothing averages its gradient"
                         advice = "call fully_shard on the root module, too, or on one that has this parameter"
-                    findings.append(Finding(cause, seen.stage, detail, seen.step, advice=advice))
+                    location = self._location_of_tensor(record, seen)
+                    if cause == "unregistered parameter":
+                        location = of_use(difference.name, record.steps[seen.step])
+                    elif seen.stage == "reduced gradient":
+                        location = of_backward(record.steps[seen.step])
+                    finding = Finding(cause, seen.stage, detail, seen.step, advice=advice)
+                    findings.append(_with_location(finding, location))
         return findings
 
     def _keeps_buffers_equal(self) -> bool:
@@ -447,8 +551,59 @@ class _Judge:
             differences = compare_tensors(found, expected, 10 * self.tolerance, together=False)
             if differences:
                 detail = f"{differences[0].name} was logged by all ranks; the training is the same"
-                return Finding("logged value", "logged values", detail, position, differences[0])
+                finding = Finding("logged value", "logged values", detail, position, differences[0])
+                return _with_location(finding, of_logged_value(differences[0].name, self.records[0]))
         return None
+
+
+def _with_location(finding: Finding, location: Location | None) -> Finding:
+    """Return a finding that names a module and a line, as far as these are known."""
+    if location is None:
+        return finding
+    return replace(finding, module=location.module, line=location.line, where=str(location))
+
+
+def _at(place: Place | None) -> str:
+    """Return what a remark on random numbers says of the place where they are drawn."""
+    if place is None:
+        return ""
+    return str(Location("; drawn in", place))
+
+
+def _are_same_draws(draws: Sequence[Draw], others: Sequence[Draw]) -> bool:
+    """Return whether two micro-batches drew in the same way."""
+    if len(draws) != len(others):
+        return False
+    for draw, other in zip(draws, others, strict=True):
+        if (draw.operator, draw.dim) != (other.operator, other.dim):
+            return False
+    return True
+
+
+def _first_other_draw(draws: Sequence[Draw], others: Sequence[Draw]) -> Place | None:
+    """Return where the micro-batch that draws more often first draws otherwise than the other."""
+    more, fewer = draws, others
+    if len(others) > len(draws):
+        more, fewer = others, draws
+    for draw, other in zip_longest(more, fewer):
+        if draw != other:
+            return draw.place
+    return None
+
+
+def _traces_of(of_whole: StepResult, of_parts: Sequence[StepResult]) -> _Traces:
+    parts: list[Followed] = []
+    for result in of_parts:
+        parts += result.followed
+    return _Traces(of_whole.followed, parts)
+
+
+def _gathers(records: Sequence[Record]) -> set[str]:
+    """Return the names of the collective operations that gathered something."""
+    gathers: set[str] = set()
+    for record in records:
+        gathers.update(name for name in record.collectives if "gather" in name)
+    return gathers
 
 
 def _place_in_run(finding: Finding) -> tuple[int, bool]:
@@ -511,7 +666,8 @@ class _SampleComparison:
             detail = (
                 f"all {self._world_size} ranks read the same samples in the same order: the global batch is one rank's"
             )
-            self.findings.append(Finding("duplicated stream", "samples", detail))
+            finding = Finding("duplicated stream", "samples", detail)
+            self.findings.append(_with_location(finding, of_stream(self._records[0])))
             return
         self._look_at_later_windows()
         self._compare_epochs()
@@ -642,7 +798,10 @@ class _SampleComparison:
                 read.update(_samples_of(taken))
         repeated = read - self._in_stream
         if any(sample in self._in_stream for sample in repeated):
-            self.findings.append(Finding(cause, "samples", detail))
+            finding = Finding(cause, "samples", detail)
+            if cause == "duplicated stream":
+                finding = _with_location(finding, of_stream(self._records[0]))
+            self.findings.append(finding)
         else:
             self.remarks.append(f"beyond the compared steps, {detail}")
 
@@ -723,6 +882,7 @@ class _Evidence:
         group: The micro-batches of all ranks.
         micro_batches: The same, without their places.
         parts: `P`, a row for each micro-batch.
+        traces: The calls of `training_step`.
         losses: The losses of one process for each of them.
         whole: `F`.
         loss: The loss of one process for all of them.
@@ -739,8 +899,9 @@ class _Evidence:
         self.multiple = _multiple_in_words(self.factor)
         self.group = twin.group_of_step(seen.step)
         self.micro_batches = [rank_batch.micro_batch for rank_batch in self.group]
-        of_parts = [twin.train_step([rank_batch], seen.step) for rank_batch in self.group]
-        of_whole = twin.train_step(self.group, seen.step)
+        of_parts = [twin.train_step([rank_batch], seen.step, follows=True) for rank_batch in self.group]
+        of_whole = twin.train_step(self.group, seen.step, follows=True)
+        self.traces = _traces_of(of_whole, of_parts)
         self.losses = [result.loss for result in of_parts]
         self.loss = of_whole.loss
         # A part may have no gradient of a parameter, as of an embedding that its samples do not use.
@@ -931,7 +1092,7 @@ def _of_change(evidence: _Evidence) -> _Explanation:
         if values.any() and torch.equal(values.to(dtype).double(), values):
             name_of_type = str(dtype).removeprefix("torch.")
             return _Explanation("16-bit wire", f"every element of the gradient is a {name_of_type} number")
-    if evidence.factor is None and any(micro_batch.pieces for micro_batch in evidence.micro_batches):
+    if evidence.factor is None and any(micro_batch.piece_sizes for micro_batch in evidence.micro_batches):
         return _Explanation(
             "unexplained",
             "the ranks compute their batches in several parts, each of which may have a weight of its own: verify with"
@@ -987,9 +1148,7 @@ def _of_whole(evidence: _Evidence) -> _Explanation:
         )
 
     # A gather without gradient leaves the loss as it is. A loss that lacks the other ranks' samples is another one.
-    gathers: set[str] = set()
-    for record in records:
-        gathers.update(name for name in record.collectives if "gather" in name)
+    gathers = _gathers(records)
     losses = [micro_batch.loss for micro_batch in evidence.micro_batches]
     if gathers and math.isclose(sum(losses) / len(losses), evidence.loss, rel_tol=1e-7):
         return _Explanation(

@@ -15,6 +15,7 @@ import io
 import math
 import pickle
 import re
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import DoublePrecision, Precision
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -36,7 +37,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from lightning_gradavg._lightning.internals import (
     BatchNorm,
     averages_of,
+    comm_hook_of,
     fetched_here,
+    hooks_of_tensor,
     ignore_mixed_precision,
     sharded_modules,
 )
@@ -48,9 +51,12 @@ from lightning_gradavg.batches.chunks import PartCollator
 from lightning_gradavg.rules import RULES, Rule
 from lightning_gradavg.verify.draws import Draw, Draws
 from lightning_gradavg.verify.rounding import Perturbation
+from lightning_gradavg.verify.rows import Numbers, numbers_of
 from lightning_gradavg.verify.shards import change_after_sharding, is_shard, layout_problem, shard_in_whole
+from lightning_gradavg.verify.trace import CodeLine, Followed, Piece, Place, Trace, Writes, line_of_function
 
 __all__ = [
+    "Bucket",
     "Facts",
     "MicroBatch",
     "Plateau",
@@ -94,6 +100,8 @@ _ERRORS_OF_TYPES = re.compile(
     r"(?i)dtype|scalar type|double|float64|float32|not implemented for|expected .* but (got|found)"
 )
 """What errors of operators that do not compute in float64 say."""
+
+_EVERY_STEP = range(sys.maxsize)
 
 _UNCOMPARED_OPTIONS = ("params", "initial_lr", "foreach", "fused")
 """Entries of an optimizer's groups that do not change what it computes."""
@@ -183,12 +191,13 @@ class MicroBatch:
         size: The number of samples.
         unknown_because: Why the samples are not known; "" if they are.
         sample_keys: What the samples draw from, if the micro-batch joins those of several ranks.
-        pieces: The number of samples of each piece, if the strategy ran the batch in pieces, such as replicas.
+        piece_sizes: The number of samples of each piece, if the strategy ran the batch in pieces, such as replicas.
         replicas: The same of the ranks that it joins, if batch norm normalizes the samples of each by themselves.
         counts: Whether its samples count: not if the strategy only kept the rank busy.
         loss: The value of the loss; of the first, if an optimizer asks for several.
         weight: The weight that `training_step` returned with it.
         draws: What was drawn in the micro-batch.
+        pieces: What `training_step` computed, in one call or in several; empty if that was not traced.
     """
 
     packed_samples: Sequence[bytes] = ()
@@ -197,18 +206,19 @@ class MicroBatch:
     size: int = 1
     unknown_because: str = _NO_COLLATE_FN
     sample_keys: Sequence[SampleKey] = ()
-    pieces: list[int] = field(default_factory=list)
+    piece_sizes: list[int] = field(default_factory=list)
     replicas: Sequence[Replica] = ()
     counts: bool = True
     loss: float = math.nan
     weight: float | None = None
     draws: list[Draw] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
 
     @property
     def sizes_of_pieces(self) -> Sequence[int]:
         """The numbers of samples that the rank computed at once, one after the other."""
-        if self.pieces:
-            return self.pieces
+        if self.piece_sizes:
+            return self.piece_sizes
         return [self.size]
 
 
@@ -221,15 +231,43 @@ class Snapshot(NamedTuple):
 
 
 @dataclass
+class Bucket:
+    """Gradients that a communication hook of the user reduced together.
+
+    Attributes:
+        parameters: Their parameters, in order; emptied when the gradients are read, or the step ends.
+        before: The gradients of this rank.
+        after: What the hook made of those of all ranks.
+    """
+
+    parameters: list[Tensor]
+    before: Numbers
+    after: Numbers = ()
+
+
+@dataclass
 class Step:
-    """What one global batch does, in order."""
+    """What one global batch does, in order.
+
+    Attributes:
+        epoch: The epoch.
+        micro_batches: The micro-batches of the window.
+        snapshots: The tensors at each stage.
+        logged: The values that were logged.
+        loss_scale: By which a loss scaler multiplied the loss; 1 without one.
+        is_skipped: Whether the scaler skipped the optimizer's step, as a gradient overflowed.
+        writes: Where weights, buffers and gradients were last written in place, by their names.
+        buckets: What a communication hook of the user reduced.
+    """
 
     epoch: int
     micro_batches: list[MicroBatch]
     snapshots: list[Snapshot]
     logged: dict[str, float]
-    loss_scale: float = 1.0  # by which a loss scaler multiplied the loss
-    is_skipped: bool = False  # whether it skipped the optimizer's step, as a gradient overflowed
+    loss_scale: float = 1.0
+    is_skipped: bool = False
+    writes: dict[str, Place] = field(default_factory=dict)
+    buckets: list[Bucket] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -278,7 +316,7 @@ class Record:
         rank: The rank of the process.
         facts: How its run was set up.
         steps: The optimizer steps.
-        shared: Operators that drew for no single sample, in order.
+        shared: Operators that drew for no single sample, in order, each with the place of its first draw.
         collectives: Names of the collective operations that ran.
         scopes: Names of the profiler scopes that were entered.
         step_operators: Names of operators that ran in `training_step`.
@@ -288,13 +326,19 @@ class Record:
         batch_norms: Names of layers whose statistics are those of one rank.
         unregistered: Names of tensors that an optimizer holds and the module does not register.
         divisors: The numbers by which `fully_shard` divides sums of the ranks' gradients.
+        configured_at: The user's line on which `configure_optimizers` begins; None if it is none of the user's.
+        read_at: The user's line on which `__iter__` of a stream begins; None if it is none of the user's.
+        logged_at: Where each value was last logged.
+        parameter_hooks: The user's lines on which hooks of parameters begin, by the parameters' names.
+        comm_hook: The name of the user's communication hook; "" if there is none.
+        comm_hook_at: The line on which it begins; None if it is a library's.
         problem: Why the run cannot be compared; "" if it can.
     """
 
     rank: int = 0
     facts: Facts = field(default_factory=Facts)
     steps: list[Step] = field(default_factory=list)
-    shared: dict[str, None] = field(default_factory=dict)
+    shared: dict[str, Place | None] = field(default_factory=dict)
     collectives: set[str] = field(default_factory=set)
     scopes: set[str] = field(default_factory=set)
     step_operators: set[str] = field(default_factory=set)
@@ -304,6 +348,12 @@ class Record:
     batch_norms: list[str] = field(default_factory=list)
     unregistered: list[str] = field(default_factory=list)
     divisors: set[float] = field(default_factory=set)
+    configured_at: CodeLine | None = None
+    read_at: CodeLine | None = None
+    logged_at: dict[str, Place] = field(default_factory=dict)
+    parameter_hooks: dict[str, CodeLine] = field(default_factory=dict)
+    comm_hook: str = ""
+    comm_hook_at: CodeLine | None = None
     problem: str = ""
 
 
@@ -546,6 +596,8 @@ class Recorder(Callback):
         by_content: Whether samples are known by what they are. Ranks decide that together, and say it in `record`.
         plugin: The precision plugin of a run in a 16-bit precision; None for float64, or float32.
         perturbation: Moves the initial weights and the inputs of such a run, if they are to be moved.
+        traced_steps: The steps whose calls of `training_step` are noted.
+        followed: What ranks noted of the samples of the traced step, to be compared with what is computed here.
 
     Attributes:
         record: What is recorded.
@@ -568,12 +620,19 @@ class Recorder(Callback):
         by_content: bool = False,
         plugin: Precision | None = None,
         perturbation: Perturbation | None = None,
+        traced_steps: range = _EVERY_STEP,
+        followed: Sequence[Followed] = (),
     ) -> None:
         self._most_steps = most_steps
+        self._traced_steps = traced_steps
         self._reads = reads
         self._loader: Any = None  # the user's, if it is read at the end
         self.loading = _Loading()
         self.mode = Draws(double=double)
+        self._trace = Trace(self.mode, followed)
+        self._writes = Writes(self._trace)
+        self._buckets: list[Bucket] = []
+        self.mode.place = self._trace.place
         self.record = Record(
             shared=self.mode.shared,
             collectives=self.mode.collectives,
@@ -613,9 +672,22 @@ class Recorder(Callback):
         def training_step(*args: object, **kwargs: object) -> object:
             return self._training_step(user_step, args, kwargs)
 
+        user_log = module.log
+
+        @functools.wraps(user_log)
+        def log(name: str, *args: Any, **kwargs: Any) -> None:
+            self.record.logged_at[name] = self._trace.place()
+            user_log(name, *args, **kwargs)
+
         vars(module)["training_step"] = training_step
         change_after_sharding(module, _prepare_shards)
-        with fetched_here(self.loading.watch), _without_compilation(), _comm_hooks_paused(self.mode), self._batch_scope:
+        vars(module)["log"] = log
+        with ExitStack() as stack:
+            stack.enter_context(fetched_here(self.loading.watch))
+            stack.enter_context(_without_compilation())
+            stack.enter_context(_comm_hooks_paused(self.mode, self._note_bucket))
+            stack.enter_context(self._writes)
+            stack.enter_context(self._batch_scope)
             try:
                 yield
             except Refused as error:
@@ -659,6 +731,7 @@ class Recorder(Callback):
             self._perturbation.move(weight for _, weight in self._weights())
         self._take_snapshot("initial weights", self._weights())
         self._note_storages_of_weights()
+        self._note_lines_of_set_up()
         for name, layer in pl_module.named_modules():
             if _has_statistics_of_one_rank(layer):
                 self.record.batch_norms.append(name)
@@ -686,6 +759,23 @@ class Recorder(Callback):
         for submodule in sharded_modules(self.module):
             for average in averages_of(submodule):
                 self.record.divisors.add(average.divisor)
+
+    def _note_lines_of_set_up(self) -> None:
+        """Note where the user's code makes the optimizers, reads a stream, and hooks into gradients."""
+        self.record.configured_at = line_of_function(self.module.configure_optimizers)
+        dataset = getattr(self._loader, "dataset", None)
+        if isinstance(dataset, IterableDataset):
+            self.record.read_at = line_of_function(type(dataset).__iter__)
+        for name, weight in self._weights():
+            for hook in hooks_of_tensor(weight):
+                line = line_of_function(hook)
+                if line is not None:
+                    self.record.parameter_hooks[name] = line
+        if isinstance(self.trainer.strategy, DDPStrategy):
+            comm_hook = comm_hook_of(self.trainer.strategy)
+            if comm_hook is not None:
+                self.record.comm_hook = getattr(comm_hook, "__qualname__", type(comm_hook).__name__)
+                self.record.comm_hook_at = line_of_function(comm_hook)
 
     def _begin_recurrent_layer(self, *_: object) -> None:
         self.mode.likely_dim = 1
@@ -724,8 +814,17 @@ class Recorder(Callback):
         self._window.append(micro_batch)
         self._epoch = self.trainer.current_epoch
         self._computed_samples = 0
+        self._watch_tensors()
         self._enter_batch_scope()
         return converted
+
+    def _watch_tensors(self) -> None:
+        """Note calls and writes of the tensors that the module has now."""
+        self._trace.watch(self.module, self._weights())
+        self._trace.is_on = len(self.record.steps) in self._traced_steps
+        self._writes.names = {}
+        for name, tensor in (*self._weights(), *self.module.named_buffers()):
+            self._writes.watch(name, tensor)
 
     def _enter_batch_scope(self) -> None:
         """Compute the batch in `mode`, from a random state that depends on the step alone, until the scope closes."""
@@ -746,23 +845,32 @@ class Recorder(Callback):
         micro_batch = self._window[-1]
         # A stand-in is known here, and not yet when the batch arrives: strategies hear of it in `on_train_batch_start`.
         micro_batch.counts = _strategy_facts(self.trainer).samples != 0
-        self._begin_piece(args[0])
+        start = self._begin_piece(args[0])
+        # An optimizer may ask for the same samples again, as L-BFGS does. The first time is what is compared.
+        self._trace.is_on = self._trace.is_on and all(piece.start < start for piece in micro_batch.pieces)
+        self._trace.begin_step(start, start + len(self.mode.sample_keys), len(self.sample_keys))
         self._seed_step()  # whatever state the strategy has the step begin from
         _, *others_before = random_state()
-        with mock.patch.object(self.mode, "is_in_step", new=True):
+        with mock.patch.object(self.mode, "is_in_step", new=True), self._trace:
             output = user_step(*args, **kwargs)
         _, *others_after = random_state()
         if others_before != others_after:
             self.mode.shared["a generator of Python or NumPy"] = None
         loss, micro_batch.weight = loss_and_weight(output)
+        if self._trace.is_on:
+            micro_batch.pieces.append(self._trace.end_step(loss))
         # The loss of a piece is not that of the batch. The first value is kept: L-BFGS asks for several in one step.
-        is_whole = not micro_batch.pieces
+        is_whole = not micro_batch.piece_sizes
         if is_whole and isinstance(loss, Tensor) and loss.numel() == 1 and math.isnan(micro_batch.loss):
             micro_batch.loss = float(loss.detach())
         return output
 
-    def _begin_piece(self, piece: object) -> None:
-        """Let the samples of a piece draw. A strategy may run a batch in pieces, one call after the other, in order."""
+    def _begin_piece(self, piece: object) -> int:
+        """Let the samples of a piece draw, and return the first of them.
+
+        A strategy may run a batch in pieces, one call after the other, in order.
+        """
+        start = 0
         with suppress(ValueError):  # a batch without a number of samples, such as a graph, is no piece
             samples = batch_samples(piece)
             if samples < len(self.sample_keys):
@@ -770,11 +878,23 @@ class Recorder(Callback):
                 stop = start + samples
                 self.mode.sample_keys = self.sample_keys[start:stop]
                 self._computed_samples = stop
-                pieces = self._window[-1].pieces
+                sizes = self._window[-1].piece_sizes
                 if start == 0:
-                    pieces.clear()
-                pieces.append(samples)
+                    sizes.clear()
+                sizes.append(samples)
                 self.mode.trace.clear()  # one process draws for all pieces at once
+        return start
+
+    def on_after_backward(self, *_: object) -> None:
+        """Note what a communication hook made of the gradients, and watch them: the module's hooks may change them."""
+        for bucket in self._buckets:
+            gradients = [parameter.grad.reshape(-1) for parameter in bucket.parameters if parameter.grad is not None]
+            if gradients:
+                bucket.after = numbers_of(torch.cat(gradients))
+            bucket.parameters = []
+        for name, parameter in self._weights():
+            if parameter.grad is not None:
+                self._writes.watch(f"gradient of {name}", parameter.grad)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Note the reduced gradients, every time the optimizer asks for the loss."""
@@ -785,6 +905,11 @@ class Recorder(Callback):
     @property
     def _scaler(self) -> torch.amp.GradScaler | None:
         return getattr(self.plugin, "scaler", None)
+
+    def _note_bucket(self, bucket: dist.GradBucket) -> None:
+        """Note the gradients that a communication hook is about to reduce."""
+        if self.record.comm_hook:
+            self._buckets.append(Bucket(bucket.parameters(), numbers_of(bucket.buffer())))
 
     def _gradients(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor | None]]:
         """Yield the gradients of an optimizer's tensors by their names."""
@@ -827,10 +952,23 @@ class Recorder(Callback):
             return
         self._take_snapshot("weights", self._weights())
         self._take_snapshot("buffers", self._compared_buffers())
+        for bucket in self._buckets:
+            bucket.parameters = []  # left by a backward past Lightning, and too large for a record
         self.record.steps.append(
-            Step(self._epoch, self._window, self._snapshots, self._logged_values(), self._loss_scale, is_skipped)
+            Step(
+                self._epoch,
+                self._window,
+                self._snapshots,
+                self._logged_values(),
+                self._loss_scale,
+                is_skipped,
+                self._writes.places,
+                self._buckets,
+            )
         )
         self._window, self._snapshots = [], []
+        self._writes.places = {}
+        self._buckets = []
 
     def _compared_buffers(self) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in self.module.named_buffers():
@@ -940,27 +1078,28 @@ def _without_compilation() -> Iterator[None]:
 
 
 @contextmanager
-def _comm_hooks_paused(mode: Draws) -> Iterator[None]:
-    """Have DDP's communication hooks that are registered within run outside of a mode.
+def _comm_hooks_paused(mode: Draws, note: Callable[[dist.GradBucket], None]) -> Iterator[None]:
+    """Have DDP's communication hooks that are registered within run outside of a mode, and note what they reduce.
 
     They compute in the types that they state, such as `fp16_compress_hook`, and not in float64.
     """
     register = DistributedDataParallel.register_comm_hook
 
     def register_paused(model: DistributedDataParallel, state: object, hook: Callable[..., object]) -> None:
-        register(model, state, _paused(hook, mode))
+        register(model, state, _paused(hook, mode, note))
 
     with mock.patch.object(DistributedDataParallel, "register_comm_hook", register_paused):
         yield
 
 
-def _paused(hook: Callable[..., object], mode: Draws) -> Callable[..., object]:
-    """Return a function that runs while a mode is paused."""
+def _paused(hook: Callable[..., object], mode: Draws, note: Callable[[dist.GradBucket], None]) -> Callable[..., object]:
+    """Return a communication hook that runs while a mode is paused, and notes each bucket before."""
 
     @functools.wraps(hook)  # DDP checks the annotations, and logs the name
-    def paused(*args: object) -> object:
+    def paused(state: object, bucket: dist.GradBucket) -> object:
         with mock.patch.object(mode, "paused", new=True):
-            return hook(*args)
+            note(bucket)
+            return hook(state, bucket)
 
     return paused
 

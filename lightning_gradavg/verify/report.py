@@ -179,6 +179,9 @@ class Finding:
         advice: What to do about it.
         diff: The same as a change to the script, or "".
         note: Whether it does not make the run different.
+        module: The layer that it names, by its path, or the class of the LightningModule; "" if none is known.
+        line: The line of your code, as in "train.py:31: x = self.norm(x)"; "" if none is known.
+        where: How the report says this.
     """
 
     cause: str
@@ -189,6 +192,9 @@ class Finding:
     advice: str = ""
     diff: str = ""
     note: bool = False
+    module: str = ""
+    line: str = ""
+    where: str = ""
 
     @property
     def factor(self) -> float | None:
@@ -202,6 +208,8 @@ class Finding:
         if self.note:
             lines.append(f"note: {CAUSES[self.cause].plain} ({self.cause})")
         lines.append(self.detail)
+        if self.where:
+            lines.append(self.where)
         difference = self.difference
         # Numbers say nothing where they are NaN, as for tensors of different sizes.
         if difference is not None and math.isfinite(difference.found) and math.isfinite(difference.expected):

@@ -23,7 +23,6 @@ import re
 import signal
 import socket
 import sys
-import sysconfig
 import tempfile
 import traceback
 import warnings
@@ -38,8 +37,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
-import jsonargparse
-import lightning
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -61,6 +58,7 @@ from lightning_gradavg.verify.precision import judge_precision
 from lightning_gradavg.verify.record import Record, Recorder
 from lightning_gradavg.verify.report import CAUSES, Report
 from lightning_gradavg.verify.rounding import plugin_of, require_precision
+from lightning_gradavg.verify.trace import is_library
 from lightning_gradavg.verify.twin import Built
 
 __all__ = [
@@ -88,19 +86,6 @@ _NUMBERS_PER_PARAMETER = 5
 
 _WHOLE_NUMBERS_PER_PARAMETER = 2
 """Of a sharded model on each process: the weight before it is sharded, or while it computes with its gradient."""
-
-_LIBRARIES = (
-    sysconfig.get_path("stdlib"),
-    sysconfig.get_path("purelib"),
-    sysconfig.get_path("platlib"),
-    str(Path(__file__).parents[1]),
-    # After `pip install --target`, or in a checkout, these packages are in none of the folders above.
-    str(Path(torch.__file__).parent),
-    str(Path(lightning.__file__).parent),
-    str(Path(jsonargparse.__file__).parent),
-    "<",  # no file, such as <frozen importlib._bootstrap>
-)
-"""How the paths of files begin that are not the user's."""
 
 _REPLACED_PLUGINS = (str, ClusterEnvironment)
 """The plugin of the cluster is that of `verify`, and `record_run` replaces that of precision. A string names one."""
@@ -446,7 +431,7 @@ def _rank(target: Target, rank: int, settings: Settings, folder: str, precision:
         recorder = Recorder(settings.steps, double=settings.double)
         if precision is not None:
             plugin = plugin_of(options["plugins"], precision, settings.accelerator)
-            recorder = Recorder(settings.steps, double=False, reads=False, plugin=plugin)
+            recorder = Recorder(settings.steps, double=False, reads=False, plugin=plugin, traced_steps=range(0))
         return record_run(recorder, strategy, {**options, "devices": settings.devices}, module, data)
     finally:
         dist.destroy_process_group()
@@ -555,9 +540,7 @@ def _make_call(folder: str, rank: int, environ: Mapping[str, str]) -> None:
 
 def _as_reported(error: BaseException, who: str) -> Exception:
     """Return a question of usage as a `ValueError`, and a failure with the last line of the user's own code."""
-    of_user = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)
-    ]
+    of_user = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library(frame.filename)]
     if of_user:
         last = of_user[-1]
         where = f"\n  {last.filename}, line {last.lineno}, in {last.name}\n    {last.line}"

@@ -43,6 +43,7 @@ from lightning_gradavg.verify.record import (
 from lightning_gradavg.verify.report import Difference
 from lightning_gradavg.verify.rounding import Perturbation, plugin_of
 from lightning_gradavg.verify.shards import on_mesh_of_one
+from lightning_gradavg.verify.trace import Followed
 
 __all__ = [
     "Build",
@@ -88,6 +89,7 @@ class StepResult(NamedTuple):
 
     gradient: Tensors
     loss: float
+    followed: Sequence[Followed]  # what the ranks noted, held against the step; empty if that was not asked for
 
 
 _OPTIONS_OF_ONE_DEVICE: Mapping[str, Any] = {
@@ -207,10 +209,23 @@ def _batch_norm_of_replicas(recorder: Recorder) -> Iterator[None]:
         sizes = [rows_per_sample * replica.samples for replica in recorder.replicas]
         outputs = []
         for replica, rows in zip(recorder.replicas, input.split(sizes), strict=True):
+            mean_of_replica = None
+            variance_of_replica = None
             if replica.is_first:
-                output = stock_batch_norm(rows, running_mean, running_var, weight, bias, training, momentum, eps)
-            else:
-                output = stock_batch_norm(rows, None, None, weight, bias, training, momentum, eps)
+                mean_of_replica = running_mean
+                variance_of_replica = running_var
+            # Not the function that is replaced: under `Trace` it calls itself by its name, which is that of this one.
+            output = torch.batch_norm(
+                rows,
+                weight,
+                bias,
+                mean_of_replica,
+                variance_of_replica,
+                training,
+                momentum,
+                eps,
+                torch.backends.cudnn.enabled,
+            )
             outputs.append(output)
         return torch.cat(outputs)
 
@@ -354,21 +369,38 @@ class Twin:
             steps.append([list(group) for _, group in by_window_index])
         return self._train(steps, reads=False)
 
-    def train_step(self, group: Group, step: int) -> StepResult:
-        """Return what a step on these micro-batches alone computes, after the steps before it."""
+    def train_step(self, group: Group, step: int, *, follows: bool = False) -> StepResult:
+        """Return what a step on these micro-batches alone computes, after the steps before it.
+
+        With `follows`, the calls of `training_step` are compared with those that the ranks noted.
+        """
         steps: list[list[Group]] = [[self.group_of_step(earlier)] for earlier in range(step)]
         steps.append([group])
         gc.collect()  # the module of the run before, which its Trainer and it hold in a circle
-        record = self._train(steps, reads=False)
+        followed: list[Followed] = []
+        traced_steps = range(0)
+        if follows:
+            followed = _followed(group)
+            traced_steps = range(step, step + 1)
+        record = self._train(steps, reads=False, traced_steps=traced_steps, followed=followed)
         if record.problem:
             raise Refused(record.problem)
+        micro_batch = record.steps[step].micro_batches[-1]
+        for of_piece in followed:
+            of_piece.alone = micro_batch.pieces[0]
         for snapshot in record.steps[step].snapshots:
             if snapshot.stage == "reduced gradient":
-                return StepResult(snapshot.tensors, record.steps[step].micro_batches[-1].loss)
+                return StepResult(snapshot.tensors, micro_batch.loss, followed)
         raise AssertionError("a step that was recorded has a reduced gradient")
 
     def _train(
-        self, steps: Sequence[Sequence[Group]], *, reads: bool, perturbation: Perturbation | None = None
+        self,
+        steps: Sequence[Sequence[Group]],
+        *,
+        reads: bool,
+        perturbation: Perturbation | None = None,
+        traced_steps: range = range(0),
+        followed: Sequence[Followed] = (),
     ) -> Record:
         """Train on groups, which are the micro-batches of each step."""
         facts = self.records[0].facts
@@ -385,6 +417,8 @@ class Twin:
             by_content=self.records[0].by_content,
             plugin=plugin,
             perturbation=perturbation,
+            traced_steps=traced_steps,
+            followed=followed,
         )
         replay = _Replay(steps, epochs, recorder, facts.epoch_batches / facts.accumulation * window)
         if "train_dataloaders" in data:
@@ -421,6 +455,17 @@ class Twin:
             "accumulate_grad_batches": window,
         }
         return Trainer(**{**options, **changed})
+
+
+def _followed(group: Group) -> list[Followed]:
+    """Return what the ranks noted of a group, by where its samples are in the batch of one process."""
+    followed = []
+    samples_before = 0
+    for _, _, micro_batch in group:
+        for piece in micro_batch.pieces:
+            followed.append(Followed(piece, samples_before + piece.start))
+        samples_before += micro_batch.size
+    return followed
 
 
 def _place_in_step(rank_batch: RankBatch) -> tuple[int, int]:
