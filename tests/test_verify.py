@@ -7,12 +7,15 @@ import json
 import math
 import re
 import sys
+import sysconfig
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import jsonargparse
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder, LearningRateMonitor
 from lightning.pytorch.strategies import ModelParallelStrategy
 from test_ranks_verify import RUNS
@@ -27,7 +30,9 @@ from lightning_gradavg.verify.explain import judge
 from lightning_gradavg.verify.record import Facts, Record, Snapshot, Step, join_shards, sketch
 from lightning_gradavg.verify.report import CAUSES, Difference, Finding, Report, explanation
 from lightning_gradavg.verify.run import (
+    _LIBRARIES,
     Target,
+    _as_reported,
     imported,
     quiet_options,
     require_memory,
@@ -354,3 +359,28 @@ def test_a_module_that_trains_on_import_is_refused_at_once(call, tmp_path):
     sys.modules.pop("unguarded", None)
     with pytest.raises(ValueError, match=r"unguarded.py:Net' .* it trains when it is imported.*__main__"):
         imported(f"{tmp_path / 'unguarded.py'}:Net")
+
+
+FAILS_IN = {
+    "torch": lambda: nn.Linear(2, 1)(torch.ones(3)),
+    "lightning": lambda: LightningModule().trainer,
+    "jsonargparse": lambda: jsonargparse.ArgumentParser(exit_on_error=False).parse_args(["--unknown"]),
+}
+
+
+@pytest.mark.parametrize("library", FAILS_IN)
+@pytest.mark.parametrize("in_site_packages", [True, False])
+def test_a_failure_shows_the_line_of_the_user(monkeypatch, library, in_site_packages):
+    """Also where the libraries are in none of Python's own folders, as after `pip install --target`."""
+    if not in_site_packages:
+        folders = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+        others = tuple(folder for folder in _LIBRARIES if folder not in folders)
+        # By its name: the package shows the function `verify` instead of the module.
+        monkeypatch.setattr(importlib.import_module("lightning_gradavg.verify.run"), "_LIBRARIES", others)
+    with pytest.raises(Exception) as raised:  # noqa: PT011  # every library raises another type
+        FAILS_IN[library]()
+    reported = str(_as_reported(raised.value, "rank 1 of 2"))
+    assert reported.startswith(f"rank 1 of 2 failed: {type(raised.value).__name__}: ")
+    *_, place, line = reported.splitlines()
+    assert place.startswith(f"  {__file__}, line ")
+    assert line.strip().startswith(f'"{library}": lambda: ')
