@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from lightning_gradavg._lightning.options import StrategyFacts
 from lightning_gradavg._support.means import averages_integers, mean_of_integers
-from lightning_gradavg._support.text import plural
 from lightning_gradavg._training import WeighedTraining
 from lightning_gradavg.batches.part import Batches
 from lightning_gradavg.faults.part import Faults
@@ -72,11 +71,18 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         # `ModelParallelStrategy` wraps no module, and has no moment `configure_ddp`. These two parts need one.
         self._reduction.begin(replace(run, places=tuple(gradients.places)), engine)
         self._termination.configure_ddp(run)
-        rank_zero_info(
+
+    def on_train_start(self) -> None:
+        """Begin with the training loaders, which are known now."""
+        super().on_train_start()
+        rank_zero_info(self._start_line())
+
+    def _start_line(self) -> str:
+        rule, mesh = self._reduction.rule, self.device_mesh
+        return (
             f"{type(self).__name__}: reduction={rule.name!r}, {explained(rule)};"
             f" {mesh['data_parallel'].size()} data-parallel x {mesh['tensor_parallel'].size()} tensor-parallel"
-            f" ranks ({dist.get_backend()});"
-            f" {plural(trainer.accumulate_grad_batches, 'micro-batch')} per optimizer step"
+            f" ranks ({dist.get_backend()}); {self._windows_in_words()}"
         )
 
     def _engine(self, gradients: ShardedGradients) -> Engine:

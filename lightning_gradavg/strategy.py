@@ -440,18 +440,11 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         global_batch = "global batch of unknown size"
         if self.global_batch_size is not None:
             global_batch = f"global batch of {plural(self.global_batch_size, 'sample')}"
-        last_window = ""
-        length = run.loop.short_last_window
-        if length > 0:
-            last_window = (
-                f" (the last window of an epoch has {length} and is averaged over {length};"
-                f" stock Lightning divides by {run.loop.accumulation})"
-            )
         of_parts = "".join(part.describe() for part in self._parts)
         return (
             f"GradAvgStrategy: reduction={rule.name!r}, {explained(rule)};"
             f" {plural(len(run.places), 'rank')} on {plural(run.num_nodes, 'node')} ({dist.get_backend()});"
-            f" {global_batch}; {plural(run.loop.accumulation, 'micro-batch')} per optimizer step{last_window}{of_parts}"
+            f" {global_batch}; {self._windows_in_words()}{of_parts}"
         )
 
     @override

@@ -250,6 +250,23 @@ def test_mean_has_the_bits_of_stock_in_full_windows(world):
     assert all(torch.equal(*pair) for pair in zip(ours.gradients, stock.gradients, strict=True))
 
 
+def start_line(batches: int) -> str:
+    """Body: train in windows of 2 batches; return the start line."""
+    layout = Layout(fsdp, (3, 1))
+    strategy: Any = GradAvgModelParallelStrategy(**layout.sizes)
+    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False, accumulate_grad_batches=2)
+    trainer.fit(Sharded(fsdp, "mean"), make_loader(layout.batches(batches)[dist.get_rank()]))
+    return str(strategy._start_line())
+
+
+@pytest.mark.parametrize(("batches", "is_short"), [(3, True), (4, False)])
+def test_the_start_line_says_that_the_last_window_is_short(world, batches, is_short):
+    said = "per optimizer step (the last window of an epoch has 1 and is averaged over 1; stock Lightning divides by 2)"
+    for line in world(2).run(start_line, batches):
+        assert "2 data-parallel x 1 tensor-parallel ranks (gloo); 2 micro-batches per optimizer step" in line
+        assert is_short == (said in line)
+
+
 def trained(counts: Sequence[int], epochs: int, resume: str | None = None, save: str | None = None) -> Any:
     model = Sharded(fsdp)
     layout = Layout(fsdp, counts)

@@ -335,6 +335,43 @@ def test_a_stand_in_leaves_no_trace(world, split):
         assert own == tuple(pytest.approx(logged[f"own {name}"]) for name in ("mean", "sum", "max", "min"))
 
 
+class LoggingMetric(Toy):
+    """Logs a metric object, of a step and of the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.0)
+        self.total = SumMetric()
+        self.values_of_steps: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.total(batch)
+        self.log("total", self.total, on_step=True, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.values_of_steps.append(self.trainer.callback_metrics["total_step"].item())
+
+
+def logged_metric(strategy: Any) -> tuple[list[float], float]:
+    """Body: 2 batches of 4 samples; return what the metric object shows in each step, and of the epoch."""
+    module = LoggingMetric()
+    trainer = make_trainer(GradAvgStrategy(**strategy), max_epochs=1, use_distributed_sampler=False)
+    trainer.fit(module, make_loader([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]))
+    return module.values_of_steps, trainer.callback_metrics["total_epoch"].item()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ({"equivalent_to": "single_device"}, [[3.0, 11.0], [7.0, 15.0]]),
+        ({"equivalent_to": "data_parallel", "num_replicas": 4}, [[2.0, 6.0], [4.0, 8.0]]),
+    ],
+)
+def test_a_metric_object_shows_the_last_replica_in_a_step_and_all_samples_in_an_epoch(world, strategy, expected):
+    """docs/equivalence.md says so. The epoch's sum is that of 1 to 8."""
+    assert [(values, 36.0) for values in expected] == world(2).run(logged_metric, strategy)
+
+
 class Weighing(Model):
     """Returns what `returns` makes of its loss. Notes when its backward begins, beside what a test notes."""
 

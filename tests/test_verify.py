@@ -5,21 +5,25 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import pickle
 import re
 import sys
+import sysconfig
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import jsonargparse
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder, LearningRateMonitor
 from lightning.pytorch.strategies import ModelParallelStrategy
 from test_ranks_verify import RUNS
 from torch import nn
 from toys import MLP
 
-from lightning_gradavg import verify
+from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy, verify
 from lightning_gradavg.cli import main
 from lightning_gradavg.cli.lightning import read_names
 from lightning_gradavg.verify.draws import Draws
@@ -30,6 +34,7 @@ from lightning_gradavg.verify.report import CAUSES, Difference, Finding, Report,
 from lightning_gradavg.verify.rows import Samples, are_near, layouts_of, numbers_of
 from lightning_gradavg.verify.run import (
     Target,
+    _as_reported,
     imported,
     quiet_options,
     require_memory,
@@ -37,7 +42,7 @@ from lightning_gradavg.verify.run import (
     shard_over,
     user_run_of,
 )
-from lightning_gradavg.verify.trace import Call, CodeLine, Followed, Match, Piece, Place
+from lightning_gradavg.verify.trace import _LIBRARIES, Call, CodeLine, Followed, Match, Piece, Place
 from lightning_gradavg.verify.twin import compare_tensors
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -414,6 +419,20 @@ def test_options_of_the_trainer_are_kept_but_for_the_noise():
     assert (0.5, [schedule], "cpu") == tuple(kept[name] for name in ("gradient_clip_val", "callbacks", "accelerator"))
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        GradAvgStrategy(reduction="sum"),
+        GradAvgStrategy(equivalent_to="data_parallel", num_replicas=4),
+        GradAvgModelParallelStrategy(reduction="weighted_mean", tensor_parallel_size=1),
+        ModelParallelStrategy(tensor_parallel_size=1),
+    ],
+)
+def test_a_strategy_that_is_given_by_value_reaches_the_ranks(strategy):
+    """`verify(strategy=...)` sends it to other processes."""
+    assert type(pickle.loads(pickle.dumps(strategy))) is type(strategy)
+
+
 def test_strategies_that_start_processes_start_none_here():
     assert "popen" == resolve_strategy("gradavg_spawn")._start_method
     found = [type(resolve_strategy(name)).__name__ for name in ("auto", "lightning.pytorch.strategies:DDPStrategy")]
@@ -427,3 +446,28 @@ def test_a_module_that_trains_on_import_is_refused_at_once(call, tmp_path):
     sys.modules.pop("unguarded", None)
     with pytest.raises(ValueError, match=r"unguarded.py:Net' .* it trains when it is imported.*__main__"):
         imported(f"{tmp_path / 'unguarded.py'}:Net")
+
+
+FAILS_IN = {
+    "torch": lambda: nn.Linear(2, 1)(torch.ones(3)),
+    "lightning": lambda: LightningModule().trainer,
+    "jsonargparse": lambda: jsonargparse.ArgumentParser(exit_on_error=False).parse_args(["--unknown"]),
+}
+
+
+@pytest.mark.parametrize("library", FAILS_IN)
+@pytest.mark.parametrize("in_site_packages", [True, False])
+def test_a_failure_shows_the_line_of_the_user(monkeypatch, library, in_site_packages):
+    """Also where the libraries are in none of Python's own folders, as after `pip install --target`."""
+    if not in_site_packages:
+        folders = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+        others = tuple(folder for folder in _LIBRARIES if folder not in folders)
+        # By its name: the package shows the function `verify` instead of the module.
+        monkeypatch.setattr(importlib.import_module("lightning_gradavg.verify.trace"), "_LIBRARIES", others)
+    with pytest.raises(Exception) as raised:  # noqa: PT011  # every library raises another type
+        FAILS_IN[library]()
+    reported = str(_as_reported(raised.value, "rank 1 of 2"))
+    assert reported.startswith(f"rank 1 of 2 failed: {type(raised.value).__name__}: ")
+    *_, place, line = reported.splitlines()
+    assert place.startswith(f"  {__file__}, line ")
+    assert line.strip().startswith(f'"{library}": lambda: ')

@@ -74,7 +74,7 @@ class Reduction(Part):
         hook: CommHook,
         *,
         nonfinite: str = "propagate",
-        in_pieces: Callable[[int], bool] = lambda _: False,
+        in_pieces: Callable[[int], bool] | None = None,
         on_reduced: Callable[[], None] | None = None,
         shares_batches: bool = False,
         make_tree: Callable[[Run], Engine] | None = None,
@@ -85,7 +85,8 @@ class Reduction(Part):
             rule: The reduction rule.
             hook: The communication hook of DDP.
             nonfinite: As in `GradAvgStrategy`.
-            in_pieces: Returns whether a rank may run several backwards per step, given the world size.
+            in_pieces: Returns whether a rank may run several backwards per step, given the world size; None if it never
+                does.
             on_reduced: Called after the gradients of an automatic step are reduced.
             shares_batches: Whether ranks share each loader batch.
             make_tree: Makes the engine of a reproducible run.
@@ -135,7 +136,8 @@ class Reduction(Part):
         self._refuse(run, ignored)
         self._parameters = list(named.values())
         self._sparse = sparse_weights(run.ddp)
-        self._steps_in_pieces = self._in_pieces(run.world.size)
+        if self._in_pieces is not None:
+            self._steps_in_pieces = self._in_pieces(run.world.size)
         self._hook.register(run, self.rule)
         self.begin(run, self._choose_engine(run, ignored))
 

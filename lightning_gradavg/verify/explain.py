@@ -289,6 +289,9 @@ class _Judge:
         used_options = []
         if self.facts.splits_batches:
             used_options.append("split_batches")
+            if self.facts.rule.name == "mean":
+                # "mean" takes samples or weights then, as `rule_of_split_batches` says: another rule changes nothing.
+                used_options.append('reduction="weighted_mean"')
         if self.facts.replicated:
             used_options.append("equivalent_to")
         if self.facts.is_gradavg:

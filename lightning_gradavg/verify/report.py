@@ -118,10 +118,12 @@ class Cause(NamedTuple):
         Args:
             strategy: The name of the run's strategy.
             rule: The name of its reduction rule.
-            used_options: Names of options that the run uses, and "GradAvgStrategy" if its strategy is one.
+            used_options: Names of options that the run uses, or an option with its value, as in
+                'reduction="weighted_mean"'; and "GradAvgStrategy" if its strategy is one.
         """
         option_name, _, option_value = self.option.partition("=")
-        if option_name in used_options or option_value == f'"{rule}"':
+        is_used = option_name in used_options or self.option in used_options
+        if is_used or option_value == f'"{rule}"':
             return Remedy(self.otherwise or self.advice, self.code)
         if not self.option:
             return Remedy(self.advice, self.code)
