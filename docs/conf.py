@@ -32,6 +32,7 @@ extensions = [
 ]
 exclude_patterns = ["_build"]
 html_theme = "furo"
+smartquotes = False  # advice of causes has code in plain text, which readers copy
 html_title = f"{project} {version}"
 html_copy_source = False
 html_show_copyright = False

@@ -169,6 +169,7 @@ def test_the_site_is_built(tmp_path: Path) -> None:
     )
     assert 'href="https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module"' in api
     assert all(f">{cause}<" in causes for cause in CAUSES)
+    assert "equivalent_to=&quot;single_device&quot;" in causes  # straight quotes, as readers copy it
     assert 'href="examples.html"' in first
     assert "Why does the same script train a different model" in examples
 
