@@ -117,6 +117,14 @@ class _Block(nn.Module):
         return nn.functional.relu(self.body(x) + self.shortcut(x))
 
 
+def _layer() -> nn.Module:
+    return nn.Linear(16, 16)
+
+
+def _layer_batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(16, 16), torch.randint(16, (16,))
+
+
 def _resnet18() -> nn.Module:
     layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True)]
     channels_in = 64
@@ -156,6 +164,8 @@ def _tokens() -> tuple[Tensor, Tensor]:
 
 MODELS: Mapping[str, Workload] = MappingProxyType(
     {
+        # So small that a step shows what each variant costs beside the model.
+        "layer": Workload("one small layer", _layer, _layer_batch, 400),
         "mlp": Workload("MLP, 64 small layers", _mlp, _mlp_batch, 30),
         "resnet18": Workload("ResNet-18, CIFAR stem, batch 2", _resnet18, _resnet_batch, 6),
         "transformer": Workload("Transformer, 32 tokens", _LanguageModel, _tokens, 3),
