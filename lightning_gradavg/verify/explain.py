@@ -459,8 +459,8 @@ class _Judge:
         if not evidence.right and self.facts.replicas is not None:
             raise Refused(
                 "the gradient of a batch is no combination of those of its replicas: something beside batch norm"
-                " compares the samples of a replica with each other, or batch norm gets their rows in another order; one"
-                " process has only the whole batch for it"
+                " compares the samples of a replica with each other, or batch norm gets their rows in another order."
+                " One process has only the whole batch for that"
             )
         if not evidence.right:
             return _of_whole(evidence)
