@@ -23,7 +23,7 @@ row that holds gives the cause.
 |---|---|
 | the ranks differ from each other | unsynchronised replicas |
 | the weight of a loss is a whole number in float64, and another number here | total in 16 bits |
-| gradients are float32, and every element of the reduced one is a 16-bit number | 16-bit wire |
+| the elements of a float32 gradient are 16-bit numbers, and those of the mean of its parts are not | 16-bit wire |
 | the loss is finite on one side only | total in 16 bits |
 | the reduced gradient is multiplied or divided by the loss scale | loss scale |
 | the reduced gradient differs, and a total is in 16 bits | total in 16 bits |
@@ -305,17 +305,25 @@ class _PrecisionJudge:
         for snapshot in step.snapshots:
             if snapshot.stage != "reduced gradient":
                 continue
-            empty = torch.zeros(0, dtype=torch.float64)
-            values = torch.cat([empty, *(sketch[:_SKETCHED_ELEMENTS] for sketch in snapshot.tensors.values())])
+            values = _elements(snapshot.tensors) * step.loss_scale
             if int(values.count_nonzero()) < _FEWEST_ELEMENTS:
                 continue
             for dtype in _16_BIT_TYPES:
-                # As the loss scale divides them: a power of two changes no digit of a bfloat16 number.
-                if torch.equal((values * step.loss_scale).to(dtype).double(), values * step.loss_scale):
+                # Under autocast, the gradients of both ranks are 16-bit numbers, and their mean may be one, too.
+                if not _are_of_type(values, dtype):
+                    continue
+                if not _are_of_type(self._mean_of_parts(position) * step.loss_scale, dtype):
                     name = str(dtype).removeprefix("torch.")
                     detail = f"every element of the gradient is a {name} number"
                     return _finding_of("16-bit wire", snapshot.stage, detail, position)
         return None
+
+    def _mean_of_parts(self, position: int) -> Tensor:
+        """Return the elements of the mean of what one process computes of each micro-batch of a step alone."""
+        gradients = []
+        for rank_batch in self._twin.group_of_step(position):
+            gradients.append(_elements(self._twin.train_step([rank_batch], position).gradient))
+        return torch.stack(gradients).mean(0)
 
     def _finding_of_skipped_step(self, expected_step: Step, position: int) -> Finding:
         """Return the finding that a step was skipped on one side, or raise `Refused` if it may be none."""
@@ -488,6 +496,17 @@ def _difference_of(name: str, tensor: Tensor, expected: Tensors, factor: float |
 def _finding_of(cause: str, stage: str, detail: str, position: int, difference: Difference | None = None) -> Finding:
     explained = CAUSES[cause]
     return Finding(cause, stage, detail, position, difference, explained.advice, explained.code)
+
+
+def _elements(tensors: Tensors) -> Tensor:
+    """Return the elements that sketches hold, without the sums behind them."""
+    empty = torch.zeros(0, dtype=torch.float64)
+    return torch.cat([empty, *(sketch[:_SKETCHED_ELEMENTS] for sketch in tensors.values())])
+
+
+def _are_of_type(values: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a type has all of these numbers."""
+    return torch.equal(values.to(dtype).double(), values)
 
 
 def _ratio_of(gap: _Gap) -> float:
