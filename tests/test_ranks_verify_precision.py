@@ -115,6 +115,11 @@ def round_gradients_on_ranks(module: Any) -> None:
             parameter.grad.copy_(parameter.grad.bfloat16())
 
 
+def lose_gradient_on_ranks(module: Any) -> None:
+    if is_low_on_ranks(module.net[0].weight):
+        module.net[0].bias.grad = None
+
+
 def multiply_gradient_on_ranks(module: Any, optimizer: Any) -> None:
     for parameter in module.parameters():
         if is_low_on_ranks(parameter):
@@ -168,6 +173,12 @@ def log_total_in_16_bits(module: Any, batch: Any) -> Tensor:
     for value in losses.detach():
         total = total + value.to(torch.bfloat16)
     module.log("loss", total / len(losses), sync_dist=True)
+    return loss
+
+
+def log_on_each_rank(module: Any, batch: Any) -> Tensor:
+    loss = mean_loss(module, batch)
+    module.log("loss", loss)
     return loss
 
 
@@ -250,6 +261,7 @@ EQUAL = {
     "AdamW, one cycle": LowRun(make_wide, loader=EVEN, optimizer=make_one_cycle, steps=3),
     "AdamW, bf16-true": LowRun(make_wide, loader=EVEN, optimizer=make_one_cycle, steps=3, precision="bf16-true"),
     "checkpointed": LowRun(make_dropout, make_step(call_reentrant), EVEN, steps=3),
+    "a value that each rank logs for itself": LowRun(make_wide, log_on_each_rank, EVEN),
     "a count that 16 bits hold": LowRun(
         step=make_weighted_step(mean_loss, weigh_by_rounded_count), loader=EVEN, strategy=WEIGHTED_MEAN
     ),
@@ -291,6 +303,9 @@ DIFFERENT = {
     ),
     "unexplained: after the reduction": LowRun(
         make_wide, loader=EVEN, hooks={"on_before_optimizer_step": multiply_gradient_on_ranks}
+    ),
+    "unexplained: without a gradient": LowRun(
+        make_wide, loader=EVEN, hooks={"on_after_backward": lose_gradient_on_ranks}
     ),
     "weights beside the gradient: rounded": LowRun(
         make_wide, loader=EVEN, hooks={"on_train_batch_end": round_weights_on_ranks}

@@ -18,7 +18,7 @@ from lightning_gradavg._lightning.internals import TorchDispatchMode, writes_in_
 from lightning_gradavg._support.tree import leaves, mapped
 from lightning_gradavg.verify.trace import Place
 
-__all__ = ["ROW_PRODUCT", "SAMPLE_CHOICE", "TOTAL_IN_16_BITS", "Draw", "Draws"]
+__all__ = ["ROW_PRODUCT", "SAMPLE_CHOICE", "TOTAL_IN_16_BITS", "TYPES_OF_16_BITS", "Draw", "Draws"]
 
 ROW_PRODUCT = "a product of rows"
 """In `Draws.step_operators`: a product of the batch's rows with each other, as a contrastive loss has."""
@@ -30,7 +30,7 @@ TOTAL_IN_16_BITS = "a total in 16 bits"
 """There, too: one number, such as a sum or a count, was computed or stored in a 16-bit type."""
 
 _TOTALS = ("aten.sum", "aten.mean", "aten.add", "aten.add_", "aten._to_copy")
-_16_BIT_TYPES = (torch.bfloat16, torch.float16)
+TYPES_OF_16_BITS = (torch.bfloat16, torch.float16)
 
 _CHOICES = ("aten.topk", "aten.sort", "aten.kthvalue")
 
@@ -252,7 +252,7 @@ class Draws(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             return self._draw(func, args, kwargs)
         result = func(*args, **kwargs)
-        if self.is_in_step and isinstance(result, Tensor) and result.dtype in _16_BIT_TYPES:
+        if self.is_in_step and isinstance(result, Tensor) and result.dtype in TYPES_OF_16_BITS:
             self._note_result(func, result)
         return result
 

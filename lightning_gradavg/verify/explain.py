@@ -58,7 +58,7 @@ from torch import Tensor
 
 from lightning_gradavg.reduction.global_mean import SCOPE
 from lightning_gradavg.rules import RULES
-from lightning_gradavg.verify.draws import ROW_PRODUCT, SAMPLE_CHOICE, Draw
+from lightning_gradavg.verify.draws import ROW_PRODUCT, SAMPLE_CHOICE, TYPES_OF_16_BITS, Draw
 from lightning_gradavg.verify.places import (
     Location,
     first_other_value,
@@ -76,7 +76,15 @@ from lightning_gradavg.verify.places import (
     of_use,
     of_written_gradient,
 )
-from lightning_gradavg.verify.record import MicroBatch, Reading, Record, Refused, SampleId, join_shards
+from lightning_gradavg.verify.record import (
+    SKETCHED_ELEMENTS,
+    MicroBatch,
+    Reading,
+    Record,
+    Refused,
+    SampleId,
+    join_shards,
+)
 from lightning_gradavg.verify.report import CAUSES, Finding, Report, value_in_words
 from lightning_gradavg.verify.rows import rounding_of
 from lightning_gradavg.verify.trace import Followed, Place
@@ -145,9 +153,7 @@ _ADVICE_BY_OPERATOR: Mapping[str, str] = {
 The first that was called counts. An operator may have another use, so the advice says what it is for.
 """
 
-_16_BIT_TYPES = (torch.bfloat16, torch.float16)
 _MOST_BATCHES = 20_000  # of an epoch whose windows are looked at
-_SKETCHED_ELEMENTS = 2048  # the first numbers of a sketch; those behind them are sums
 
 
 def judge(
@@ -1090,9 +1096,9 @@ def _of_change(evidence: _Evidence) -> _Explanation:
         gradient = evidence.seen.found.get(name)
         if gradient is None:
             gradient = torch.zeros_like(sketch)
-        elements.append(gradient[:_SKETCHED_ELEMENTS])  # a sum of numbers of 16 bits is none of them
+        elements.append(gradient[:SKETCHED_ELEMENTS])  # a sum of numbers of 16 bits is none of them
     values = torch.cat(elements)
-    for dtype in _16_BIT_TYPES:
+    for dtype in TYPES_OF_16_BITS:
         if values.any() and torch.equal(values.to(dtype).double(), values):
             name_of_type = str(dtype).removeprefix("torch.")
             return _Explanation("16-bit wire", f"every element of the gradient is a {name_of_type} number")

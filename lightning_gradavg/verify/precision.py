@@ -6,7 +6,7 @@ it is measured on the model.
 
 1. The ranks train in the precision, and one process trains on the samples of all ranks, as in float64.
 2. One process trains again, `DRAWS` times, from initial weights and inputs that are moved to a neighbouring 16-bit
-   number, up or down at random (`rounding.Perturbation`). How far it ends up from step 1 is what rounding explains.
+   number, up or down at random (`rounding.Perturbation`). By how much its tensors change is what rounding explains.
 3. Two measures of each tensor, at each stage of each step, are compared with the largest of these draws:
 
    | measure | of the run `G` and one process `F` | finds |
@@ -43,11 +43,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gradavg.verify.draws import TOTAL_IN_16_BITS
-from lightning_gradavg.verify.record import Record, Refused, Step, Tensors
+from lightning_gradavg.verify.draws import TOTAL_IN_16_BITS, TYPES_OF_16_BITS
+from lightning_gradavg.verify.record import SKETCHED_ELEMENTS, Record, Refused, Step, Tensors
 from lightning_gradavg.verify.report import CAUSES, Difference, Finding, Report, Rounding
 from lightning_gradavg.verify.rounding import PRECISIONS, Perturbation
-from lightning_gradavg.verify.twin import Build, Twin, compare_tensors, flat
+from lightning_gradavg.verify.twin import Build, Twin, compare_tensors, filled, flat
 
 __all__ = ["DRAWS", "MOST", "judge_precision"]
 
@@ -61,8 +61,6 @@ _FEWEST_DRAWS = 3  # that take the same steps as the run that is not perturbed
 _ROUNDING_OF_FLOAT32 = 1e-6  # what rounding explains at least: sums of float32 numbers in another order
 _NEGLIGIBLE = 1e-5  # the norm of a tensor, beside the largest of its stage, that is nothing but rounding
 _FEWEST_ELEMENTS = 64  # of a gradient whose every element is a 16-bit number by no accident
-_SKETCHED_ELEMENTS = 2048  # the first numbers of a sketch; those behind them are sums
-_16_BIT_TYPES = (torch.bfloat16, torch.float16)
 _EXACT_STAGES = ("initial weights", "optimizer options")  # the same numbers in any precision
 _ALL = "all tensors together"
 _REST_OF_MULTIPLE = 0.2  # what may be left of a vector beside a multiple of another one, relative to it
@@ -219,7 +217,9 @@ class _PrecisionJudge:
         stages_of_alone = _stages_of(alone)
         like_alone = [_Draw(draw, _stages_of(draw)) for draw in draws]
         for position, (step, expected_step) in enumerate(zip(run.steps, alone.steps, strict=False)):
-            finding = self._finding_of_weight(position) or self._finding_of_wire(step, position)
+            finding = self._finding_of_weight(position)
+            if finding is None:
+                finding = self._finding_of_wire(step, position)
             if finding is not None:
                 return finding
             if step.is_skipped != expected_step.is_skipped:
@@ -260,11 +260,20 @@ class _PrecisionJudge:
                     return _finding_of(cause, stage.name, f"{differences[0].name} is the first to differ", position)
                 continue
             of_draws = [stages_of_draw[index].tensors for stages_of_draw in stages_of_draws]
-            gaps = _gaps(stage, expected.tensors, of_draws)
+            # A parameter may have no gradient in one of the runs, as where rounding decides which expert gets a token.
+            like: Tensors = {}
+            for tensors in (*of_draws, stage.tensors, expected.tensors):
+                like.update(tensors)
+            if stage.name == "logged values":
+                # Values that the ranks do not log alike are of one rank, and one process logs others.
+                like = {name: expected.tensors[name] for name in stage.tensors if name in expected.tensors}
+            found_stage = _Stage(stage.name, filled(stage.tensors, like))
+            expected_tensors = filled(expected.tensors, like)
+            gaps = _gaps(found_stage, expected_tensors, [filled(tensors, like) for tensors in of_draws])
             self._gaps += gaps
             largest = max(gaps, key=_ratio_of, default=None)
             if largest is not None and largest.ratio > MOST:
-                return self._explained(stage, expected.tensors, largest, position)
+                return self._explained(found_stage, expected_tensors, largest, position)
         return None
 
     def _logged_by_all(self) -> list[Mapping[str, float]]:
@@ -308,7 +317,7 @@ class _PrecisionJudge:
             values = _elements(snapshot.tensors) * step.loss_scale
             if int(values.count_nonzero()) < _FEWEST_ELEMENTS:
                 continue
-            for dtype in _16_BIT_TYPES:
+            for dtype in TYPES_OF_16_BITS:
                 # Under autocast, the gradients of both ranks are 16-bit numbers, and their mean may be one, too.
                 if not _are_of_type(values, dtype):
                     continue
@@ -414,8 +423,8 @@ def _stages_of(record: Record, logged: Sequence[Mapping[str, float]] | None = No
 
 
 def _gaps(stage: _Stage, expected: Tensors, of_draws: Sequence[Tensors]) -> list[_Gap]:
-    """Return the measures of all tensors of a stage beside what the draws explain of them."""
-    names = [name for name in stage.tensors if name in expected]
+    """Return the measures of all tensors of a stage beside what the draws explain of them; all have the same names."""
+    names = list(stage.tensors)
     if not names:
         return []
     largest = max(float(expected[name].nan_to_num(0.0, 0.0, 0.0).norm()) for name in names)
@@ -427,10 +436,9 @@ def _gaps(stage: _Stage, expected: Tensors, of_draws: Sequence[Tensors]) -> list
         for tensors in of_draws:
             explained[name].append(_measures(tensors[name], expected[name], _NEGLIGIBLE * largest))
     if stage.name != "logged values":  # which have nothing in common
-        like = {name: expected[name] for name in names}
-        whole = flat(like, like)
-        found[_ALL] = _measures(flat(stage.tensors, like), whole, 0.0)
-        explained[_ALL] = [_measures(flat(tensors, like), whole, 0.0) for tensors in of_draws]
+        whole = flat(expected, expected)
+        found[_ALL] = _measures(flat(stage.tensors, expected), whole, 0.0)
+        explained[_ALL] = [_measures(flat(tensors, expected), whole, 0.0) for tensors in of_draws]
 
     gaps: list[_Gap] = []
     for measure in _Measures._fields:
@@ -501,7 +509,7 @@ def _finding_of(cause: str, stage: str, detail: str, position: int, difference: 
 def _elements(tensors: Tensors) -> Tensor:
     """Return the elements that sketches hold, without the sums behind them."""
     empty = torch.zeros(0, dtype=torch.float64)
-    return torch.cat([empty, *(sketch[:_SKETCHED_ELEMENTS] for sketch in tensors.values())])
+    return torch.cat([empty, *(sketch[:SKETCHED_ELEMENTS] for sketch in tensors.values())])
 
 
 def _are_of_type(values: Tensor, dtype: torch.dtype) -> bool:

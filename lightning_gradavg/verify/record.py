@@ -56,6 +56,7 @@ from lightning_gradavg.verify.shards import change_after_sharding, is_shard, lay
 from lightning_gradavg.verify.trace import CodeLine, Followed, Piece, Place, Trace, Writes, line_of_function
 
 __all__ = [
+    "SKETCHED_ELEMENTS",
     "Bucket",
     "Facts",
     "MicroBatch",
@@ -89,6 +90,9 @@ _NO_COLLATE_FN = (
 
 _SKETCHED_NUMBERS = 4096
 
+SKETCHED_ELEMENTS = _SKETCHED_NUMBERS // 2
+"""The first numbers of a sketch, which are elements; those behind them are sums."""
+
 # Of an epoch that is read without training. Reading a stream loads its samples; otherwise only indices are read.
 _MOST_BATCHES = 20_000
 _MOST_SAMPLES = 5_000
@@ -121,7 +125,7 @@ def sketch(tensor: Tensor) -> Tensor:
     flat = dense.reshape(-1)
     if flat.numel() <= _SKETCHED_NUMBERS:
         return flat.to(device="cpu", dtype=torch.float64, copy=True)
-    half = _SKETCHED_NUMBERS // 2
+    half = SKETCHED_ELEMENTS
     pattern = _sketch_pattern(flat.numel(), half)
     signs = pattern.signs.to(flat.device)
     # The elements are rows of `half` numbers. Every row is added to the sums with a sign of its own. One part after the

@@ -55,6 +55,7 @@ __all__ = [
     "Twin",
     "compare_records",
     "compare_tensors",
+    "filled",
     "flat",
     "gap_between",
     "multiple_of",
@@ -506,7 +507,7 @@ def compare_tensors(
     """
     differences = []
     like = {**found, **expected}
-    found, expected = _filled(found, like), _filled(expected, like)
+    found, expected = filled(found, like), filled(expected, like)
     # What is zero but for rounding, of what both were computed from, would differ by 100 %.
     largest = max((_size(tensor) for tensor in expected.values()), default=0.0)
     for name in like:
@@ -546,24 +547,24 @@ def _size(tensor: Tensor) -> float:
     return size
 
 
-def _filled(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensors:
+def filled(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensors:
     """Return sketches of the names and sizes of `like`: zeros for a missing one, and NaN for one of another size."""
-    filled = {}
+    sketches = {}
     for name, model in like.items():
         tensor = tensors.get(name)
         if tensor is None:
-            filled[name] = torch.zeros_like(model)
+            sketches[name] = torch.zeros_like(model)
         elif len(tensor) == len(model):
-            filled[name] = tensor
+            sketches[name] = tensor
         else:
-            filled[name] = torch.full_like(model, math.nan)
-    return filled
+            sketches[name] = torch.full_like(model, math.nan)
+    return sketches
 
 
 def flat(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:
     """Return sketches as one vector in the order of `like`; what is missing is zero."""
     empty = torch.zeros(0, dtype=torch.float64)  # `torch.cat` refuses to join nothing
-    return torch.cat([empty, *_filled(tensors, like).values()])
+    return torch.cat([empty, *filled(tensors, like).values()])
 
 
 def gap_between(found: Tensor, expected: Tensor) -> float:
