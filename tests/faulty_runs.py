@@ -166,6 +166,14 @@ def fail(returned: Any) -> None:
     raise ValueError("the user's own error")
 
 
+def misspell_weight(loss: Any) -> Any:
+    return {"loss": loss, "weights": 3}
+
+
+def begin_to_weigh(loss: Any) -> Any:
+    return {"loss": loss, "weight": 3}
+
+
 def send_signal(number: int, returned: Any) -> Any:
     os.kill(os.getpid(), number)
     return returned
@@ -234,11 +242,13 @@ def train(
     callbacks: Sequence[Callback] = (),
     epochs: int = 1,
     samples: int = 4,
+    samples_of_first: int | None = None,
     folder: str,
     **options: Any,
 ) -> int:
     """Body: train on five batches, while a method of the model acts on a rank; return the number of steps.
 
+    Each batch has so many `samples`, but the first one, if `samples_of_first` says so.
     `toy`, `strategy` and `model_checkpoint` are options of the model, of `GradAvgStrategy` and of `ModelCheckpoint`,
     which keeps all checkpoints by default; `options` are those of the Trainer.
     """
@@ -254,7 +264,10 @@ def train(
         default_root_dir=folder,
         **options,
     )
-    batches = make_loader([[1.0, 2.0, 3.0, 4.0][:samples]] * 5)
+    sizes = [samples] * 5
+    if samples_of_first is not None:
+        sizes[0] = samples_of_first
+    batches = make_loader([[1.0, 2.0, 3.0, 4.0][:size] for size in sizes])
     trainer.fit(model(method, act, rank, **(toy or {})), batches, make_loader([[0.0]]), ckpt_path=resume)
     return trainer.global_step
 

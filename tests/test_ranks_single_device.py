@@ -408,8 +408,8 @@ class MisspellingOnRank1(Weighing):
         return loss
 
 
-def events_of_step(kind: type[Weighing], strategy: Options) -> list[str]:
-    """Body: in which order a step begins its backward and waits for the totals of all ranks."""
+def events_of_steps(kind: type[Weighing], strategy: Options, accumulation: int = 1) -> list[str]:
+    """Body: in which order backwards begin and this rank waits for the totals of all ranks."""
     module, events = kind(), list[str]()
     vars(module)["events"] = events
     read = TotalsExchange.read
@@ -419,15 +419,22 @@ def events_of_step(kind: type[Weighing], strategy: Options) -> list[str]:
         return read(exchange)
 
     with patch.object(TotalsExchange, "read", noted):
-        make_trainer(GradAvgStrategy(**strategy), max_epochs=1, max_steps=1).fit(module, module.loader([8]))
+        trainer = make_trainer(GradAvgStrategy(**strategy), max_epochs=1, accumulate_grad_batches=accumulation)
+        trainer.fit(module, module.loader([8, 8, 8]))
     return events
 
 
 @pytest.mark.parametrize("strategy", [single(), parallel(2), {"split_batches": True, "reduction": "weighted_mean"}])
-def test_ranks_that_share_a_batch_wait_for_no_totals_before_the_backward(world, strategy):
+def test_ranks_that_share_a_batch_exchange_totals_once_unless_the_user_gives_weights(world, strategy):
     """Every rank knows the samples of all. A weight of the user's is known to its rank alone."""
-    assert [["backward", "totals"]] * 2 == world(2).run(events_of_step, Weighing, strategy)
-    assert [["totals", "backward"]] * 2 == world(2).run(events_of_step, Counting, strategy)
+    assert [["totals", "backward", "backward", "backward"]] * 2 == world(2).run(events_of_steps, Weighing, strategy)
+    assert [["totals", "backward"] * 3] * 2 == world(2).run(events_of_steps, Counting, strategy)
+
+
+def test_a_short_last_window_of_one_exchanges_no_totals_either(world):
+    """A window of two micro-batches exchanges totals after its backwards."""
+    events = world(2).run(events_of_steps, Weighing, single(), accumulation=2)
+    assert [["backward", "backward", "totals", "backward"]] * 2 == events
 
 
 @pytest.mark.parametrize("kind", [CountingOnRank1, MisspellingOnRank1])
@@ -437,5 +444,5 @@ def test_a_weight_on_one_rank_is_an_error_on_all(world, kind):
         CountingOnRank1: "the ranks' losses differ: no weight given on rank 0; a weight given on rank 1",
         MisspellingOnRank1: "reduction='mean' cannot be applied on rank 1: the result of training_step has 'weights'",
     }
-    for raised in world(2).run_expecting_errors(events_of_step, kind, single()):
+    for raised in world(2).run_expecting_errors(events_of_steps, kind, single()):
         assert expected[kind] in raised.message

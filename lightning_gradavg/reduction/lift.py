@@ -30,7 +30,7 @@ class WindowOptions:
         in_pieces: Whether a step may have several backwards, of which all but the last run within `training_step`.
         has_float16: Whether parameters have gradients in float16, in which a loss times W may overflow.
         judges: Whether ranks judge every step together, and so exchange totals under every rule.
-        shares_batches: Whether ranks share each loader batch, so that a rank may know the weights of all.
+        shares_batches: Whether ranks share each loader batch.
     """
 
     rule: Rule

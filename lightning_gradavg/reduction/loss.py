@@ -29,8 +29,8 @@ class MicroBatch(NamedTuple):
         problem: Why the weight cannot be used, or None. All ranks raise it together.
         absent: Whether the loss counts under no rule: its backward only keeps this rank in step with the others.
         without_loss: Whether it is absent because `training_step` returned no loss.
-        weights_of_ranks: The sum of all ranks' weights, where every rank knows it: ranks share a loader batch, and its
-            samples are the weights. None if only an exchange tells it.
+        samples_of_ranks: The number of samples of all ranks, where they share a loader batch, and each loss is that of
+            its rank's samples; else None.
         samples: The number of samples, if the step is observed and they are known.
         loss: The loss as the user computed it, without its graph, if the step is observed.
     """
@@ -40,7 +40,7 @@ class MicroBatch(NamedTuple):
     problem: str | None = None
     absent: bool = False
     without_loss: bool = False
-    weights_of_ranks: float | None = None
+    samples_of_ranks: float | None = None
     samples: float | None = None
     loss: Tensor | None = None
 

@@ -113,7 +113,7 @@ class Reduction(Part):
         self.pending: WeighedLoss | None = None
         # Of the running step.
         self._batch: object = None
-        self._weights_of_ranks: float | None = None
+        self._samples_of_ranks: float | None = None
         self._skips_backward = False  # whether Lightning runs it without a backward
         self._window_continues = False  # whether the next backwards stay local
         self._without: StepWithoutLoss | None = None  # if this rank has no loss in it, and nobody judges it
@@ -230,6 +230,7 @@ class Reduction(Part):
     def begin_step(self, batch: object, missing: int = 0, *, may_miss: bool = False) -> None:
         """Begin a training step with its batch, which `missing` ranks do not have; `may_miss` if that can happen."""
         self._batch = batch
+        self._samples_of_ranks = None
         self._step_number += 1
         self.pending = None  # of a step before, which has had no backward
         self._skips_backward = self.run.loop.skips_backward
@@ -315,7 +316,7 @@ class Reduction(Part):
         samples: float | None,
         batch: object,
         *,
-        weights_of_ranks: float | None = None,
+        samples_of_ranks: float | None = None,
         is_last_piece: bool = True,
     ) -> object:
         """Return the output of a forward of `batch` with a weighed loss.
@@ -332,11 +333,11 @@ class Reduction(Part):
             output: What `training_step` returned.
             samples: The number of samples if the batch does not tell it; 0 if they do not count.
             batch: The batch of the forward.
-            weights_of_ranks: The sum of all ranks' weights if no rank's user gives one; None if it is not known.
+            samples_of_ranks: The number of samples of all ranks, as in `MicroBatch`.
             is_last_piece: Whether it is the last forward of the step.
         """
         self._batch = batch
-        self._weights_of_ranks = weights_of_ranks
+        self._samples_of_ranks = samples_of_ranks
         if self.is_manual or self._skips_backward:
             return output
         if isinstance(output, Mapping):
@@ -375,8 +376,7 @@ class Reduction(Part):
         """Weigh a loss for the next backward; arguments as in `read` and `Weights.read`."""
         loss = require_loss(loss)
         micro_batch = self._weights.read(weight, self._batch, samples, problem)
-        if self.rule.normalizes_by_weights and not micro_batch.explicit:
-            micro_batch = micro_batch._replace(weights_of_ranks=self._weights_of_ranks)
+        micro_batch = micro_batch._replace(samples_of_ranks=self._samples_of_ranks)
         if self.observer is not None:
             samples_of_report = self.observer.samples_of(samples, self._batch)
             micro_batch = micro_batch._replace(samples=samples_of_report, loss=loss.detach())
@@ -442,7 +442,7 @@ class Reduction(Part):
             self._without = StepWithoutLoss(self.run, key, self._parameters, counts=counts)
         elif counts:
             self._judge.note_loss(None)
-        micro_batch = MicroBatch(0.0, absent=True, without_loss=counts)
+        micro_batch = MicroBatch(0.0, absent=True, without_loss=counts, samples_of_ranks=self._samples_of_ranks)
         if self.observer is not None:
             micro_batch = micro_batch._replace(samples=0.0)
         weighed = WeighedLoss(zero, micro_batch, multiplies=False)

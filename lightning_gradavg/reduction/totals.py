@@ -23,6 +23,8 @@ from lightning_gradavg.rules import Rule
 __all__ = ["STOPPED_TRAINING", "GatheredRows", "Totals", "TotalsExchange", "exact_sum", "must_agree", "raise_together"]
 
 
+_NO_WEIGHT = "no weight given"
+
 STOPPED_TRAINING = (
     "a parameter stopped training within a window, so nothing reduces the gradient that it has. Freeze parameters"
     " between two optimizer steps"
@@ -42,9 +44,9 @@ class Totals(NamedTuple):
     @classmethod
     def of_rank(cls, *, faults: int, without_loss: bool, pairs: int, agreement: str, normalizer: float) -> Totals:
         """Return the row of one rank; `agreement` is the text that must be the same on all ranks with a pair."""
-        # 32 bits are exact in float64. The smallest and the largest of all ranks are compared: the variance of digests,
-        # which sums would give, is rounded where windows are long or ranks are many.
-        lowest = highest = float(crc32(agreement.encode()))
+        # The smallest and the largest of all ranks are compared: the variance of digests, which sums would give, is
+        # rounded where windows are long or ranks are many.
+        lowest = highest = _digest(agreement)
         if pairs == 0:
             # A rank without a micro-batch that counts agrees with all.
             lowest = math.inf
@@ -82,6 +84,16 @@ class Totals(NamedTuple):
         """Whether the gradients can be reduced."""
         return self.faults == 0 and self.agree and math.isfinite(self.normalizer)
 
+    @property
+    def without_weights(self) -> bool:
+        """Whether the user gave no micro-batch of usable totals a weight."""
+        return self.highest_digest == _digest(_NO_WEIGHT)
+
+
+def _digest(text: str) -> float:
+    """Return 32 bits that stand for a text; they are exact in float64."""
+    return float(crc32(text.encode()))
+
 
 class TotalsExchange:
     """One exchange of totals that is under way. A collective operation; `read` waits for the other ranks."""
@@ -99,7 +111,7 @@ class TotalsExchange:
 
 def must_agree(rule: Rule, micro_batches: Sequence[MicroBatch]) -> str:
     """Return what must be the same on all ranks with a micro-batch that is not absent, in words."""
-    text = "no weight given"
+    text = _NO_WEIGHT
     if any(micro_batch.explicit for micro_batch in micro_batches):
         text = "a weight given"
     length = len(micro_batches)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_gradavg.reduction.factor import factor_after, factor_before
 from lightning_gradavg.reduction.gradients import ModelGradients
 from lightning_gradavg.reduction.guard import DiscardedGradients, ReachedParameters
+from lightning_gradavg.reduction.known_weights import KnownWeights
 from lightning_gradavg.reduction.lift import Lift, WindowOptions
 from lightning_gradavg.reduction.loss import MicroBatch, WeighedLoss
 from lightning_gradavg.reduction.set_aside import EarlierGradients
@@ -101,9 +102,8 @@ class Window:
 
     1. `add` before the backward. If it ends the window, the ranks begin to exchange their totals.
     2. `begin_backward` sets the factor of the loss. Under a rule with weights, a window of one micro-batch waits for
-       the totals here, if all ranks know that it is one, and this rank does not know the weights of all. The gradients
-       from before the window are set aside (`_sets_earlier_aside` says when), unless the step has several pieces: then
-       `Weighed` does it before the last.
+       the totals here, if all ranks know that it is one. The gradients from before the window are set aside
+       (`_sets_earlier_aside` says when), unless the step has several pieces: then `Weighed` does it before the last.
     3. The backward runs. DDP averages if it is the last of the window.
     4. `end_backward`. If the window goes on, it only removes hooks. Else it waits for the totals, if nobody has, and
        multiplies the gradients.
@@ -122,15 +122,15 @@ class Window:
         | any      | `abandon`, `abandon_zeroed`                |
 
     A problem of a rank's micro-batch travels with the totals: all ranks raise one ValueError, before the backward where
-    all wait for the totals there, else after it. Where ranks exchange nothing, `add` raises it at once: such problems
-    are those of the program, which all ranks run.
+    all wait for the totals there, else after it. Where ranks exchange nothing, `add` raises it at once.
     """
 
-    def __init__(self, options: WindowOptions, model: ModelGradients, lift: Lift) -> None:
-        """Make an empty window; all windows of a run share its lift."""
+    def __init__(self, options: WindowOptions, model: ModelGradients, lift: Lift, known_weights: KnownWeights) -> None:
+        """Make an empty window; all windows of a run share `lift` and `known_weights`."""
         self._options = options
         self._model = model
         self._lift = lift
+        self._known_weights = known_weights
         self._discarded: DiscardedGradients | None = None  # of the running backward, if its loss does not count
         self._reaching: ReachedParameters | None = None  # of the running backward, in a longer window of a user's loop
         self._earlier: EarlierGradients | None = None  # those from before the window, while they are set aside
@@ -192,15 +192,37 @@ class Window:
             # From here on the loss knows its problem: its gradient is discarded, and its backward still runs, as the
             # backwards of other ranks may wait for this one.
             loss.micro_batch = self._contents.micro_batches[-1]
-            if loss.micro_batch.problem is not None and not self._options.exchanges:
-                # Nothing would bring it to the other ranks, which run the same program.
-                raise ValueError(f"reduction {self._options.rule.name!r}: {loss.micro_batch.problem}.")
-            if ends_window and self._options.exchanges:
+            if not self._exchanges:
+                self._require_no_problem()
+            elif ends_window:
                 # As early as this rank knows its row: Lightning's hooks and `zero_grad` come next, and where the totals
                 # are needed afterwards only, the whole backward. They are never assumed from earlier windows, which
                 # saved up to 5 % of a small step: a correction afterwards multiplied gradients that were kept from
                 # before (`cases.py`: "added to gradients that are kept, of another size at last", 6.5 instead of 11).
                 self._contents.exchange = TotalsExchange(self._row(), self._options.world, self._options.device)
+
+    @property
+    def _exchanges(self) -> bool:
+        """Whether ranks exchange totals at the end of the window; the same on all ranks."""
+        if not self._options.exchanges:
+            return False
+        return self._weights_of_ranks is None
+
+    @property
+    def _weights_of_ranks(self) -> float | None:
+        """`Z` of a window whose loss carries the whole factor, if all ranks know it without an exchange."""
+        if not self._has_whole_factor:
+            return None
+        return self._known_weights.of_ranks(self._contents.micro_batches[-1])
+
+    def _require_no_problem(self) -> None:
+        """Raise a ValueError about a problem of the latest micro-batch, which no exchange brings to the other ranks."""
+        micro_batch = self._contents.micro_batches[-1]
+        problem = micro_batch.problem
+        if self._weights_of_ranks is not None:
+            problem = self._known_weights.problem(micro_batch)
+        if problem is not None:
+            raise ValueError(f"reduction {self._options.rule.name!r}: {problem}.")
 
     def _append(self, micro_batch: MicroBatch, missing: int) -> None:
         """Append a micro-batch and its share, with a problem if the window, the model or the rule finds one."""
@@ -308,25 +330,26 @@ class Window:
                 self._discarded = DiscardedGradients(self._model.leaves(), loss.micro_batch)
 
     def _normalizer_before_backward(self) -> float:
-        """Return `Z` of a window of one micro-batch under a rule with weights.
+        """Return `Z` of a window of one micro-batch under a rule with weights."""
+        weights = self._weights_of_ranks
+        if weights is not None:
+            return weights
+        return self._usable_totals().normalizer
 
-        | the ranks              | this rank                        | `Z`                   | unusable totals raise |
-        |------------------------|----------------------------------|-----------------------|-----------------------|
-        | have their own batches | does not know their weights      | that of the totals    | here                  |
-        | share the loader batch | knows the weights of all ranks   | their sum: no waiting | after the backward    |
-        | share the loader batch | does not: the user gave a weight | that of the totals    | after the backward    |
+    def _usable_totals(self) -> Totals:
+        """Return the totals over all ranks, or raise the same error on all ranks if they are not usable.
 
-        Where ranks share the batch, one rank may have a problem, such as a misspelt weight, which another rank learns
-        of after its backward. Its all-reduce waits for the backward of this rank, so this rank must not raise before.
+        It waits for the other ranks' rows at the first call.
         """
-        micro_batch = self._contents.micro_batches[-1]
-        if micro_batch.weights_of_ranks is not None:
-            return micro_batch.weights_of_ranks
-        assert self._contents.exchange is not None
-        self._contents.totals = self._contents.exchange.read()
-        if not self._options.shares_batches:
-            self._require_usable_totals()
-        return self._contents.totals.normalizer
+        contents = self._contents
+        if contents.totals is None:
+            assert contents.exchange is not None
+            totals = contents.exchange.read()
+            if not totals.is_usable:
+                raise_together(totals, self._options.rule, self._options.world, contents.micro_batches)
+            self._known_weights.note(totals)
+            contents.totals = totals
+        return contents.totals
 
     @property
     def _has_whole_factor(self) -> bool:
@@ -413,12 +436,9 @@ class Window:
     def _factor_after(self) -> float:
         """Return what the reduced gradient is multiplied by."""
         contents, options = self._contents, self._options
-        if options.exchanges:
-            # Also where Z is known without them: they bring the problems of other ranks.
-            if contents.totals is None:
-                assert contents.exchange is not None
-                contents.totals = contents.exchange.read()
-            self._require_usable_totals()
+        if contents.exchange is not None:
+            # Also under a rule without weights: they bring the problems of other ranks.
+            self._usable_totals()
         if self._has_whole_factor:
             return 1.0
         if options.rule.uses_weight:
@@ -435,11 +455,6 @@ class Window:
         if self._options.leaves_out_missing_pairs:
             normalizer -= self._contents.missing
         return normalizer
-
-    def _require_usable_totals(self) -> None:
-        """Raise the same error on all ranks if the totals are not usable."""
-        if not self.totals.is_usable:
-            raise_together(self.totals, self._options.rule, self._options.world, self._contents.micro_batches)
 
     def record(self) -> WindowRecord:
         """Return what a report says of the window, which is reduced."""
@@ -533,6 +548,7 @@ class OpenWindows:
         self.options = options
         self._model = model
         self._lift = Lift(options)
+        self._known_weights = KnownWeights(options)
         self._windows: list[Window] = []
 
     def next(self, loss: WeighedLoss) -> Window:
@@ -576,7 +592,7 @@ class OpenWindows:
         self._windows = [window for window in self._windows if window.state != WindowState.EMPTY]
 
     def _new(self) -> Window:
-        return Window(self.options, self._model, self._lift)
+        return Window(self.options, self._model, self._lift, self._known_weights)
 
     @property
     def are_empty(self) -> bool:

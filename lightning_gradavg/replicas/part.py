@@ -122,8 +122,8 @@ class OneForward(Part):
             return None
         return chunk.samples
 
-    def weights_of_ranks(self, batches: Batches) -> float | None:
-        """Return the sum of all ranks' weights that `weight` gives in the running step; None if it is not known."""
+    def samples_of_ranks(self, batches: Batches) -> float | None:
+        """Return the sum of what `weight` gives on all ranks in the running step; None if they do not share a batch."""
         return batches.shared_samples
 
     def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
@@ -134,7 +134,7 @@ class OneForward(Part):
                 output,
                 self.weight(step.batches.chunk),
                 batch,
-                weights_of_ranks=self.weights_of_ranks(step.batches),
+                samples_of_ranks=self.samples_of_ranks(step.batches),
             )
 
     def end_step(self) -> None:
@@ -225,11 +225,11 @@ class Replicas(OneForward):
             return chunk.batch_samples
         return super().weight(chunk)
 
-    def weights_of_ranks(self, batches: Batches) -> float | None:
+    def samples_of_ranks(self, batches: Batches) -> float | None:
         """Return the samples of the batch; None with `training_step_end`, where each rank's loss is that of all."""
         if self._gathers_outputs:
             return None
-        return super().weights_of_ranks(batches)
+        return super().samples_of_ranks(batches)
 
     def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
         """Run all pieces of a training step; return their joined output, with the loss of the last piece."""
@@ -291,7 +291,7 @@ class Replicas(OneForward):
                 output,
                 weight,
                 batch_of_loss,
-                weights_of_ranks=self.weights_of_ranks(step.batches),
+                samples_of_ranks=self.samples_of_ranks(step.batches),
                 is_last_piece=is_last,
             )
             if self.run.loop.skips_backward:
