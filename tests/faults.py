@@ -261,6 +261,13 @@ STEPS = {
         ("rank 1 failed with RuntimeError: training_step returned no loss on rank 1", "nonfinite='skip_step'"),
         {"act": return_none},
     ),
+    "a misspelt weight in a later step, reproducible": Fault(
+        (
+            "rank 1 failed with ValueError: reduction 'mean': the result of training_step has 'weights'",
+            'call it "weight"',
+        ),
+        {"act": misspell_weight, "strategy": {"reproducible": True, "num_replicas": 2}},
+    ),
     # Rank 1 stands in for the first batch, and so its weight is not in the totals.
     "a weight in every step of one rank, which has no samples in the first": Fault(
         ("rank 1 failed with ValueError: reduction 'mean': a weight is given, and no rank", "or never"),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_gradavg.reduction.lift import WindowOptions
 from lightning_gradavg.reduction.loss import ALWAYS_OR_NEVER, MicroBatch
 from lightning_gradavg.reduction.totals import Totals
+from lightning_gradavg.rules import Rule
 
 __all__ = ["KnownWeights"]
 
@@ -26,10 +26,11 @@ class KnownWeights:
     any exception in `training_step` (`tests/faults.py`: "a misspelt weight in a later step").
     """
 
-    def __init__(self, options: WindowOptions) -> None:
-        """Know nothing yet."""
+    def __init__(self, rule: Rule, *, shares_batches: bool) -> None:
+        """Know nothing yet, of a rule and of ranks that share each loader batch or not."""
+        self._rule = rule
         # Of a rule of the user's, or per node, Z is another sum.
-        self._can_be_known = options.shares_batches and options.rule.normalizes_by_weights and not options.judges
+        self._can_be_known = shares_batches and rule.normalizes_by_weights
         self._nobody_gives_a_weight = False
 
     def note(self, totals: Totals) -> None:
@@ -43,11 +44,11 @@ class KnownWeights:
             return None
         return micro_batch.samples_of_ranks
 
-    def problem(self, micro_batch: MicroBatch) -> str | None:
-        """Return what is wrong with the weight of a micro-batch for which the weights of all ranks are known."""
-        if micro_batch.problem is not None:
-            return micro_batch.problem
+    def require_as_known(self, micro_batch: MicroBatch) -> None:
+        """Raise a ValueError about a micro-batch that is not as the ranks know it. This rank alone may raise."""
+        problem = micro_batch.problem
         # A rank that stood in so far may have given a weight every time, which the totals left out.
-        if micro_batch.explicit and not micro_batch.absent:
-            return f"a weight is given, and no rank has given one in the first step: {ALWAYS_OR_NEVER}"
-        return None
+        if problem is None and micro_batch.explicit and not micro_batch.absent:
+            problem = f"a weight is given, and no rank has given one in the first step: {ALWAYS_OR_NEVER}"
+        if problem is not None:
+            raise ValueError(f"reduction {self._rule.name!r}: {problem}.")

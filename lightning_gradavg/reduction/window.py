@@ -218,11 +218,10 @@ class Window:
     def _require_no_problem(self) -> None:
         """Raise a ValueError about a problem of the latest micro-batch, which no exchange brings to the other ranks."""
         micro_batch = self._contents.micro_batches[-1]
-        problem = micro_batch.problem
         if self._weights_of_ranks is not None:
-            problem = self._known_weights.problem(micro_batch)
-        if problem is not None:
-            raise ValueError(f"reduction {self._options.rule.name!r}: {problem}.")
+            self._known_weights.require_as_known(micro_batch)
+        if micro_batch.problem is not None:
+            raise ValueError(f"reduction {self._options.rule.name!r}: {micro_batch.problem}.")
 
     def _append(self, micro_batch: MicroBatch, missing: int) -> None:
         """Append a micro-batch and its share, with a problem if the window, the model or the rule finds one."""
@@ -548,7 +547,8 @@ class OpenWindows:
         self.options = options
         self._model = model
         self._lift = Lift(options)
-        self._known_weights = KnownWeights(options)
+        # Ranks that judge a step learn from its totals which of them have no loss.
+        self._known_weights = KnownWeights(options.rule, shares_batches=options.shares_batches and not options.judges)
         self._windows: list[Window] = []
 
     def next(self, loss: WeighedLoss) -> Window:

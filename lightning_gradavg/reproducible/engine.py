@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_gradavg._lightning.part import Run
 from lightning_gradavg.reduction.engine import Engine, StepFacts
 from lightning_gradavg.reduction.factor import factor_after
+from lightning_gradavg.reduction.known_weights import KnownWeights
 from lightning_gradavg.reduction.loss import MicroBatch, WeighedLoss
 from lightning_gradavg.reduction.totals import (
     STOPPED_TRAINING,
@@ -43,6 +44,7 @@ class _ReplicaWindow:
         shares: Their shares, in the same order.
         trained: The parameters that trained in the last micro-batch, by `id`.
         ends: Whether the last backward ended the window.
+        known_normalizer: `Z` as far as the ranks know it without an exchange.
         exchange: The exchange of totals, if it has begun.
     """
 
@@ -52,6 +54,7 @@ class _ReplicaWindow:
     shares: list[Share] = field(default_factory=list)
     trained: set[int] = field(default_factory=set)
     ends: bool = False
+    known_normalizer: float = 0.0
     exchange: GatheredRows | None = None
 
 
@@ -65,7 +68,8 @@ class Tree(Engine):
 
         begin_step                  the first one begins the window
             add, backward           of the first replica; complete in the window's last micro-batch
-            add, backward           of the second replica; the window's last backward begins the exchange of totals
+            add, backward           of the second replica; the window's last backward begins the exchange of totals,
+                                    unless all ranks know the weights
         ...
         reduce                      waits for the totals, and adds up all replicas of all ranks
         close
@@ -88,6 +92,7 @@ class Tree(Engine):
         self._parameters = list(run.ddp.module.parameters())
         self._parameters_of_tree: list[nn.Parameter] = []
         self._tree: TreeSum | None = None
+        self._known_weights = KnownWeights(rule, shares_batches=True)
         self._facts = StepFacts(begins_window=True, divisor=1, missing=0)
         self._position = 0  # of the next replica in the running step
         self._window = self._new_window()
@@ -103,8 +108,14 @@ class Tree(Engine):
             self._window = self._new_window()
 
     def add(self, loss: WeighedLoss, *, ends_window: bool) -> None:  # noqa: ARG002  # `backward` says it
-        """Multiply the loss by its share; a problem of its weight is raised with those of other ranks."""
+        """Multiply the loss by its share; a problem of its weight is raised when the ranks exchange totals, or here."""
         micro_batch = self._checked(loss.micro_batch)
+        samples = self._known_weights.of_ranks(micro_batch)
+        if samples is not None:
+            self._known_weights.require_as_known(micro_batch)
+            # All pieces of a step are of one loader batch.
+            if self._position == 0:
+                self._window.known_normalizer += samples
         share = Share(0.0, 0.0)
         if micro_batch.problem is None and not micro_batch.absent:
             try:
@@ -152,7 +163,8 @@ class Tree(Engine):
             window.normalizers[replica] += float(window.shares[-1].normalizer)
         if not window_continues:
             self._add_to_tree(replica)
-        if window.ends and self._rule.uses_weight:
+        weights_are_known = self._known_weights.of_ranks(loss.micro_batch) is not None
+        if window.ends and self._rule.uses_weight and not weights_are_known:
             self._begin_exchange()
 
     def _add_to_tree(self, replica: int) -> None:
@@ -195,7 +207,8 @@ class Tree(Engine):
         """Return `Z`, exactly rounded, so that no order of the replicas shows."""
         if not self._rule.uses_weight:
             return 1.0
-        assert self._window.exchange is not None
+        if self._window.exchange is None:
+            return self._window.known_normalizer
         with torch.profiler.record_function("GradAvg: wait for totals"):
             rows = self._window.exchange.read()
         length = len(Totals._fields)
@@ -206,6 +219,7 @@ class Tree(Engine):
         totals = totals._replace(normalizer=exact_sum(normalizers))
         if not totals.is_usable:
             raise_together(totals, self._rule, self._run.world, self._window.micro_batches)
+        self._known_weights.note(totals)
         return totals.normalizer
 
     def reduce(self) -> bool:
