@@ -134,6 +134,7 @@ class PassDraws:
         forks: Whether this rank draws augmentations from a stream of its own. It does where ranks read their own
             samples, except rank 0, which draws what one process draws: no two ranks draw the same augmentation.
         last_draw: What was drawn last.
+        own: The own state after the last draw of this process; before the first, and while APART, that from before it.
     """
 
     def __init__(self, world: World, sources: Sources, snapshots: dict[str, Snapshot], *, shared: bool) -> None:
@@ -144,7 +145,7 @@ class PassDraws:
         self.forks = not shared and world.rank > 0
         self._holds = _Generators.OUTSIDE
         self._stream = random_state()  # while OUTSIDE; else the generators hold it
-        self._own = self._stream  # while APART
+        self.own = self._stream
         self.last_draw = Draw(self._stream, self._stream)
 
     def begin(self) -> None:
@@ -200,12 +201,14 @@ class PassDraws:
             self._holds = _Generators.JOINED
             return
         self._holds = _Generators.APART
-        self._own = own
+        self.own = own
         restore_random_state(self._stream)
 
     def _leave(self) -> None:
         if self._holds is _Generators.APART:
-            restore_random_state(self._own)
+            restore_random_state(self.own)
+        else:
+            self.own = self._stream
         self._holds = _Generators.OUTSIDE
 
     def follow(self, draw: Draw) -> None:
@@ -219,8 +222,8 @@ class PassDraws:
         if self._holds is _Generators.OUTSIDE:
             if same_random_state(random_state(), draw.before):
                 restore_random_state(draw.after)
-        elif same_random_state(self._own, draw.before):
-            self._own = draw.after  # restored when the context ends
+        elif same_random_state(self.own, draw.before):
+            self.own = draw.after  # restored when the context ends
 
 
 class RunPhase(Enum):
@@ -255,9 +258,9 @@ class RunDraws:
         self.after_read = state
         restore_random_state(state)
 
-    def note_read(self) -> None:
-        """Note that Lightning has read: a batch, or the end of a loader."""
-        self.after_read = random_state()
+    def note_read(self, own: RandomState) -> None:
+        """Note that Lightning has read, a batch or the end of a loader, and the own state after that."""
+        self.after_read = own
         if self.phase is RunPhase.IN_TRAINING:
             self.phase = RunPhase.BETWEEN_BATCHES
 

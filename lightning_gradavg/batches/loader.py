@@ -123,13 +123,18 @@ class SplitLoader(LoaderWrapper):
     def __len__(self) -> int:
         return len(self.loader)
 
+    @property
+    def reads_together(self) -> bool:
+        """Whether all ranks read the same batches; else each loads its own samples."""
+        return self._indices is None
+
     def begin(self, start: LoaderState | None = None) -> Pass:
         """Begin a pass. A collective operation, and so is each of its batches.
 
         Args:
             start: Where the pass begins; None for a new one. See `Order`.
         """
-        order = Order(self.loader, self._world, start, shared=self._indices is None)
+        order = Order(self.loader, self._world, start, shared=self.reads_together)
         if self._indices is not None:
             self._indices.order = order
         with order.drawing():

@@ -74,7 +74,9 @@ class ReplicatedGradients:
     def finish(self, parameters: Sequence[nn.Parameter], factor: float) -> None:
         """Average what DDP does not know, and multiply the gradients by a factor. A collective operation."""
         self.average_unfrozen(parameters)
-        scale_gradients(parameters, factor)
+        # In full windows it is exactly 1 (`test_factor.py`), and costs no pass.
+        if factor != 1:
+            scale_gradients(parameters, factor)
 
     def discard(self) -> None:
         """Do nothing: all gradients are those of the parameters."""
@@ -101,8 +103,7 @@ def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> int:
         # The others may hold gradients from before the window, or those of another optimizer's window.
         if parameter.requires_grad and parameter.grad is not None:
             gradients.append(parameter.grad)
-    # In full windows the factor is exactly 1 (`test_factor.py`), and costs no pass.
-    if factor != 1 and gradients:
+    if gradients:
         # 0 times NaN is NaN: what no rank has a weight for was discarded by the guard before.
         with torch.profiler.record_function("GradAvg: scale gradients"):
             scale_each(map(stored, gradients), factor)

@@ -17,11 +17,17 @@ from torch import Tensor, nn
 from lightning_gradavg.reduction.factor import factor_after, factor_before
 from lightning_gradavg.reduction.gradients import ModelGradients
 from lightning_gradavg.reduction.guard import DiscardedGradients, ReachedParameters
-from lightning_gradavg.reduction.known_weights import KnownWeights
 from lightning_gradavg.reduction.lift import Lift, WindowOptions
 from lightning_gradavg.reduction.loss import MicroBatch, WeighedLoss
 from lightning_gradavg.reduction.set_aside import EarlierGradients
-from lightning_gradavg.reduction.totals import STOPPED_TRAINING, Totals, TotalsExchange, must_agree, raise_together
+from lightning_gradavg.reduction.totals import (
+    STOPPED_TRAINING,
+    KnownWeights,
+    Totals,
+    TotalsExchange,
+    must_agree,
+    raise_together,
+)
 from lightning_gradavg.reduction.zeroed import LeftGradients, Zeroed
 from lightning_gradavg.rules import Share, in_window, share_of
 

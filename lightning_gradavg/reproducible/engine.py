@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from lightning_gradavg._lightning.part import Run
 from lightning_gradavg.reduction.engine import Engine, StepFacts
 from lightning_gradavg.reduction.factor import factor_after
-from lightning_gradavg.reduction.known_weights import KnownWeights
 from lightning_gradavg.reduction.loss import MicroBatch, WeighedLoss
 from lightning_gradavg.reduction.totals import (
     STOPPED_TRAINING,
     GatheredRows,
+    KnownWeights,
     Totals,
     exact_sum,
     must_agree,
