@@ -32,7 +32,7 @@ from benchmarks.report import Measurements, print_report, save_report
 from benchmarks.trained import trained_variants
 from benchmarks.world import World, is_rank, joined, sent_by, slowest, start
 
-__all__ = ["main"]
+__all__ = ["main", "setting_of"]
 
 SEED = 0
 
@@ -60,7 +60,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parsed
 
 
-def _setting(model: str, world: World, steps: int | None) -> Setting:
+def setting_of(model: str, world: World, steps: int | None) -> Setting:
     """Return a model and this rank's batch, on its device; `steps` of a round, or by default the model's."""
     torch.manual_seed(SEED)
     network: nn.Module = MODELS[model].model()
@@ -73,7 +73,7 @@ def _setting(model: str, world: World, steps: int | None) -> Setting:
 
 def _measure(model: str, variants: Sequence[Variant], world: World, arguments: argparse.Namespace) -> Measurements:
     """Measure all rounds of a model."""
-    setting = _setting(model, world, arguments.steps)
+    setting = setting_of(model, world, arguments.steps)
     sent = sent_by(arguments.interface)
     parameters = list(setting.module.parameters())
     measurements = Measurements(

@@ -20,10 +20,11 @@ from mutations.__main__ import ROOT, mutations
 from ranks import RankError, RankPool
 from structure import ROOT as PACKAGE
 
-from benchmarks import growth, host_read, step
+from benchmarks import growth, host_read, parts, step
 from benchmarks.block import WARMUP
 from benchmarks.models import MODELS, Measured
 from benchmarks.world import World
+from lightning_gradavg.batches.progress import TrainingIterator
 from lightning_gradavg.reduction.totals import GatheredRows
 
 
@@ -182,6 +183,27 @@ def test_the_benchmark_of_host_reads_prints_a_table(world):
     assert nothing == ""
     assert f"host reads: CPU, torch {torch.__version__}" in table
     assert [name for name in host_read.VARIANTS if f" {name} " not in table] == []
+
+
+def table_of_parts(*arguments: str) -> str:
+    """Body: be a rank of the benchmark of parts, in the process group that is there; return what it prints."""
+    with (
+        mock.patch.object(parts, "joined", return_value=nullcontext(world_of_torchrun())),
+        redirect_stdout(io.StringIO()) as printed,
+    ):
+        parts.main(arguments)
+    return printed.getvalue()
+
+
+def test_the_benchmark_of_parts_times_every_part(world):
+    """Every row has a time under the strategy that runs all of them, which replaces no function for good."""
+    before = TrainingIterator.__next__
+    table, nothing = world(2).run(table_of_parts, "--models", "layer", "--steps", "2")
+    assert nothing == ""
+    rows = {line.split("│")[1].strip(): line.split("│")[-2].strip() for line in table.splitlines() if "│" in line}
+    assert ["step", *(row.strip() for row in parts.PARTS)] == list(rows)
+    assert "-" not in rows.values()
+    assert before is TrainingIterator.__next__
 
 
 OF_NAMEDTUPLE: set[str] = set()  # `_replace` and the like are documented, in spite of the underscore

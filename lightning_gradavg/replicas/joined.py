@@ -88,10 +88,17 @@ def gather_outputs(
         counted: Whether the samples of this rank count. If not, only the structure of its output is used.
         numbers: Whether an output may hold a number, which becomes one row, as in `nn.DataParallel`.
         sparse: The parameters with sparse gradients.
+
+    Raises:
+        ValueError: If the output of this rank has no tensor.
     """
     rows = _rows(output, device, numbers=numbers)
     if not rows:
-        return output  # there is nothing to gather, and `gather` refuses that
+        # Not returned as it is: other ranks may have tensors, and would wait in `gather` for this one.
+        raise ValueError(
+            f"training_step returned {output!r:.80}, in which there is no tensor that training_step_end could get from"
+            " all replicas. Return a tensor, or a dict of tensors, on every rank."
+        )
     if not counted:
         rows = [_without_rows(tensor, sparse) for tensor in rows]
     return _with_rows(output, gather(rows, group=group))
