@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from data_parallel import single
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from noted import Act, Order, drawn_numbers, fit, join_ranks
-from ranks import grid
-from toys import approx, same_everywhere, train
+from ranks import grid, make_trainer
+from torch import Tensor
+from toys import Toy, approx, make_loader, same_everywhere, train
+
+from lightning_gradavg import GradAvgStrategy
 
 
 @pytest.mark.parametrize(
@@ -82,6 +87,40 @@ def test_several_loaders_are_read_as_in_stock_lightning(world, mode, kind, sizes
     ranks = world(2).run(fit, read, {}, looks, **options)
     assert join_ranks([stock]) == join_ranks(ranks)
     assert approx(stock.weight) == ranks[0].weight
+
+
+class Merged(Toy):
+    """Trains on the samples of two loaders as one batch."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Tensor:
+        """Return the samples of both."""
+        return torch.cat(list(batch))
+
+
+def train_merged(strategy: dict[str, Any] | None) -> float:
+    """Body: train three steps on 8 samples of one loader and 5 of another; return the weight."""
+    trainer = make_trainer(GradAvgStrategy(**strategy) if strategy is not None else "auto", max_epochs=1)
+    loaders = [
+        make_loader([[float(8 * step + sample) for sample in range(8)] for step in range(3)]),
+        make_loader([[-float(5 * step + sample) for sample in range(5)] for step in range(3)]),
+    ]
+    module = Merged(lr=0.001)
+    trainer.fit(module, loaders)
+    return module.w.item()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy"),
+    [
+        (3, {"split_batches": True, "reduction": "weighted_mean"}),
+        (3, single()),
+        (2, {"num_replicas": 2, "reproducible": True}),
+    ],
+)
+def test_samples_of_several_loaders_that_a_hook_merges_weigh_together(world, world_size, strategy):
+    """3 ranks have 3 + 2, 3 + 2 and 2 + 1 samples. No loader's batch counts the 13 of each step, also not later."""
+    (one,) = world(1).run(train_merged, None)
+    assert [approx(one)] * world_size == world(world_size).run(train_merged, strategy)
 
 
 @pytest.mark.parametrize("hook", ["start", "batch start", "batch"])

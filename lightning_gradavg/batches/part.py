@@ -47,8 +47,9 @@ class Batches(Part):
         joins: Whether some ranks may have fewer batches than others.
         stepping: Whether a training step runs; the strategy sets it.
         chunk: What this rank has of the batch in training; None where the batch is its own, and counts as a whole.
-        shared_samples: Number of samples of the loader batch in training that the ranks share, the first of several
-            loaders' batches; None if they share none.
+        shared_samples: Number of samples of the loader batch in training that the ranks share: what `chunk.samples` of
+            all ranks adds up to. None if they share none, or no number counts the samples of several loaders. All ranks
+            have the same.
         missing: Number of ranks that have no batch left.
         without_samples: The ranks that have no samples of the batch in training.
     """
@@ -264,10 +265,12 @@ class SplitBatches(Batches):
         _require_same_layout(chunks)
         self.chunk = chunks[0]
         self.shared_samples = self.chunk.batch_samples
-        self.without_samples = [rank for rank, pieces in enumerate(self.chunk.layout) if pieces == 0]
-        if not self.chunk.stand_in and self._differ_in_proportion(chunks):
+        if self._differ_in_proportion(chunks):
             # No loader's samples weigh a loss over several.
-            self.chunk = self.chunk._replace(samples=None)
+            self.shared_samples = None
+            if not self.chunk.stand_in:
+                self.chunk = self.chunk._replace(samples=None)
+        self.without_samples = [rank for rank, pieces in enumerate(self.chunk.layout) if pieces == 0]
         self._progress.arrive(number, self._loaders, records)
 
     def _differ_in_proportion(self, chunks: Sequence[Chunk]) -> bool:

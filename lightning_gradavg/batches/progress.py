@@ -233,22 +233,25 @@ class TrainingIterator(Iterator[object]):
             # In the order in which they were made: loaders may draw from one random state.
             for iterator in progress.loop.iterators:
                 iterator.begin()
-        read = next(self.begin().items, None)
-        progress.draws.note_read(self._own_state())
+        current = self.begin()
+        read = next(current.items, None)
         if read is None:
+            # Not that of the pass: Lightning asks a loader that has ended again, beside longer ones.
+            progress.draws.note_read(random_state())
             loader.start = None  # The next pass, perhaps of the same epoch, is a new one.
             raise StopIteration
+        progress.draws.note_read(self._own_state(current))
         first = 0
         if loader.start is not None:
             first = loader.start["batches"]
         loader.records.add(epoch, read.record, first=first)
         return read.part
 
-    def _own_state(self) -> RandomState:
-        """Return the own random state of the process, right after a read of this pass."""
+    def _own_state(self, current: Pass) -> RandomState:
+        """Return the own random state of the process, right after a batch of a pass was read."""
         if self.loader.reads_together:
-            # A read draws within the pass's stream, which has noted it. Reading a state takes 0.1 ms.
-            return self.begin().order.draws.own
+            # The pass has noted it when its stream was drawn from. Reading a state takes 0.1 ms.
+            return current.order.draws.own
         return random_state()
 
 

@@ -29,8 +29,9 @@ class MicroBatch(NamedTuple):
         problem: Why the weight cannot be used, or None. All ranks raise it together.
         absent: Whether the loss counts under no rule: its backward only keeps this rank in step with the others.
         without_loss: Whether it is absent because `training_step` returned no loss.
-        samples_of_ranks: The number of samples of all ranks, where they share a loader batch, and each loss is that of
-            its rank's samples; else None.
+        samples_of_ranks: What the weights of all ranks add up to if no user gives one: the samples of a loader batch
+            that the ranks share. None where no rank knows it. All ranks have the same, as ranks that know it exchange
+            no totals.
         samples: The number of samples, if the step is observed and they are known.
         loss: The loss as the user computed it, without its graph, if the step is observed.
     """

@@ -202,7 +202,7 @@ class Window:
                 self._require_no_problem()
             elif ends_window:
                 # As early as this rank knows its row: Lightning's hooks and `zero_grad` come next, and where the totals
-                # are needed afterwards only, the whole backward. They are never assumed from earlier windows, which
+                # are needed afterwards only, the whole backward. Sums are never assumed from earlier windows, which
                 # saved up to 5 % of a small step: a correction afterwards multiplied gradients that were kept from
                 # before (`cases.py`: "added to gradients that are kept, of another size at last", 6.5 instead of 11).
                 self._contents.exchange = TotalsExchange(self._row(), self._options.world, self._options.device)
