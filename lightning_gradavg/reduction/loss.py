@@ -26,7 +26,8 @@ class MicroBatch(NamedTuple):
     Attributes:
         weight: The number of loss terms behind the loss; 1 under a rule without weights.
         explicit: Whether the user gave the weight. If not, it is the number of samples.
-        problem: Why the weight cannot be used, or None. All ranks raise it together.
+        problem: Why the weight cannot be used, or None. Where ranks exchange totals, all raise it together; else this
+            rank raises it.
         absent: Whether the loss counts under no rule: its backward only keeps this rank in step with the others.
         without_loss: Whether it is absent because `training_step` returned no loss.
         samples_of_ranks: What the weights of all ranks add up to if no user gives one: the samples of a loader batch
