@@ -90,15 +90,20 @@ def test_several_loaders_are_read_as_in_stock_lightning(world, mode, kind, sizes
 
 
 class Merged(Toy):
-    """Trains on the samples of two loaders as one batch."""
+    """Trains on the samples of two loaders as one batch, and logs the mean of their numbers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Log the mean."""
+        self.log("mean", batch.mean())
+        return super().training_step(batch, batch_idx)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Tensor:
         """Return the samples of both."""
         return torch.cat(list(batch))
 
 
-def train_merged(strategy: dict[str, Any] | None) -> float:
-    """Body: train three steps on 8 samples of one loader and 5 of another; return the weight."""
+def train_merged(strategy: dict[str, Any] | None) -> tuple[float, float]:
+    """Body: train three steps on 8 samples of one loader and 5 of another; return the weight, and the last mean."""
     trainer = make_trainer(GradAvgStrategy(**strategy) if strategy is not None else "auto", max_epochs=1)
     loaders = [
         make_loader([[float(8 * step + sample) for sample in range(8)] for step in range(3)]),
@@ -106,7 +111,7 @@ def train_merged(strategy: dict[str, Any] | None) -> float:
     ]
     module = Merged(lr=0.001)
     trainer.fit(module, loaders)
-    return module.w.item()
+    return module.w.item(), trainer.callback_metrics["mean"].item()
 
 
 @pytest.mark.parametrize(
@@ -119,8 +124,11 @@ def train_merged(strategy: dict[str, Any] | None) -> float:
 )
 def test_samples_of_several_loaders_that_a_hook_merges_weigh_together(world, world_size, strategy):
     """3 ranks have 3 + 2, 3 + 2 and 2 + 1 samples. No loader's batch counts the 13 of each step, also not later."""
-    (one,) = world(1).run(train_merged, None)
-    assert [approx(one)] * world_size == world(world_size).run(train_merged, strategy)
+    ((weight, mean),) = world(1).run(train_merged, None)
+    of_ranks = world(world_size).run(train_merged, strategy)
+    assert [approx(weight)] * world_size == [weight_of_rank for weight_of_rank, _ in of_ranks]
+    if "reduction" not in strategy:  # under the presets, what is logged is that of the whole batch
+        assert [approx(mean)] * world_size == [mean_of_rank for _, mean_of_rank in of_ranks]
 
 
 @pytest.mark.parametrize("hook", ["start", "batch start", "batch"])

@@ -29,7 +29,7 @@ from lightning_gradavg._lightning.part import Part, Run, Saved
 from lightning_gradavg._lightning.stand_in import metrics_kept, uncounted
 from lightning_gradavg._support.collectives import World
 from lightning_gradavg._support.random_state import random_state, restore_random_state, seed_generators
-from lightning_gradavg._support.tree import mapped
+from lightning_gradavg._support.tree import batch_samples, mapped
 from lightning_gradavg.batches.chunks import Chunk
 from lightning_gradavg.batches.part import Batches, ReplicaSlice, SplitBatches
 from lightning_gradavg.evaluation.part import gathers_lists
@@ -284,6 +284,8 @@ class Replicas(OneForward):
             if weight is not None:
                 weight = piece.samples
         self._log.samples = piece.samples
+        if weight is None and piece.samples > 0:
+            self._log.samples = _samples_of_several_loaders(piece)
         count_rows(counted=piece.replica is not None)
         with reducing, around:
             output = step.forward(batch, *args)
@@ -405,6 +407,17 @@ def _detached(leaf: Any) -> Any:
 
 def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _samples_of_several_loaders(piece: ReplicaSlice) -> int:
+    """Return how many samples logged values stand for where no loader's batch counts those of several.
+
+    A hook may have merged them into one batch, which tells. If not, those of the first loader count, as in Lightning.
+    """
+    try:
+        return batch_samples(piece.batch)
+    except ValueError:
+        return piece.samples
 
 
 def _refuse_within_piece() -> bool:
