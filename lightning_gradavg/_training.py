@@ -24,6 +24,7 @@ from lightning_gradavg._lightning.part import Part, Run
 from lightning_gradavg._lightning.user_collectives import answer_for
 from lightning_gradavg._support.collectives import World
 from lightning_gradavg._support.text import plural
+from lightning_gradavg.batches.chunks import Pieces
 from lightning_gradavg.batches.part import Batches
 from lightning_gradavg.faults.collectives import Collectives
 from lightning_gradavg.reduction.reduction import Reduction
@@ -185,7 +186,10 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        moved = super().batch_to_device(batch, device, dataloader_idx)
+        if isinstance(batch, Pieces):
+            return batch  # each piece is moved when it is computed
+        with self._batches.transferring(batch):
+            moved = super().batch_to_device(batch, device, dataloader_idx)
         # Users may call this, too: it begins no batch, and `_begin_batch` checks that it was this one.
         if self._phase is not _Phase.NO_TRAINING and self._reduction.run.trainer.training:
             self._moved = _Moved(on_host=batch, on_device=moved)
@@ -285,7 +289,8 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
             closure_loss = reduction.add(closure_loss, weight, self._samples).value
         self.pre_backward(closure_loss)
         root = precision.pre_backward(closure_loss, module)
-        reduction.backward(partial(precision.backward, root, module, optimizer, *args, **kwargs))
+        with self._batches.backward():
+            reduction.backward(partial(precision.backward, root, module, optimizer, *args, **kwargs))
         # Here Lightning reduces the first backward of a static graph in manual optimization.
         self.post_backward(closure_loss)
         reduction.finish()

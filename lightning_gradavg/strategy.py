@@ -242,7 +242,9 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             shares_batches=options.split_batches,
             make_tree=make_tree,
         )
-        self._batches = SplitBatches(options) if options.split_batches else Batches()
+        self._batches = Batches()
+        if options.split_batches:
+            self._batches = SplitBatches(options, super(WeighedTraining, self).batch_to_device)
         self._rates = Rates(
             options,
             lr_scaling=lr_scaling,
@@ -252,7 +254,9 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             allow_change=allow_recipe_change,
             stock=self._reduction.is_stock,
         )
-        self._evaluation = ExactEvaluation() if options.exact_evaluation else Evaluation()
+        self._evaluation = Evaluation()
+        if options.exact_evaluation:
+            self._evaluation = ExactEvaluation(self._batches.drawing_order)
         # Without replicas DDP's next forward makes buffers equal: after a step they may differ.
         self._faults = Faults(check_replicas_every_n_steps, buffers=options.replicated)
 
@@ -356,7 +360,8 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         if self._faults.ends_apart():
             world = World()  # of this rank alone: the others exchange nothing any more
         drawn: Saved = {"random state": world.from_first(random_state())}
-        self._replicas.save(drawn, {})
+        if isinstance(self._batches, SplitBatches):
+            drawn["seed"] = self._batches.seed
         return state_digests(self.lightning_module, self.optimizers, drawn)
 
     @property
@@ -404,7 +409,10 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         # A loader that a user has processed is none of the run's.
         if self._evaluation.prepares and self._prepares is not None:
             return self._evaluation.process_dataloader(dataloader)
-        return super().process_dataloader(dataloader)
+        processed = super().process_dataloader(dataloader)
+        if self._prepares not in (None, "train") and self._trains:
+            return self._batches.as_evaluated(processed)
+        return processed
 
     @override
     def _process_training_loader(self, loader: object) -> object:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.replicas.part import replica_stream
+from lightning_gradavg._support.random_state import drawing_from, stream_key
 
 Options = Mapping[str, Any]
 SAMPLES, SEED, BATCH_SIZES = 37, 5, (16, 15, 5, 1)
@@ -85,12 +85,9 @@ def train(module: Any, batches: Iterable[Any], replicas: int, accumulate: int = 
             # Replica 0's buffers are the module's own, and the parameters are those of all.
             modules = [module, *(copy.deepcopy(module, dict(shared)) for _ in chunks[1:])]
             for replica, rows in enumerate(chunks):
-                with replica_stream(SEED, index, replica, torch.device("cpu")):
+                with drawing_from(stream_key(SEED, "forward", index, replica)):
                     outputs.append(modules[replica].training_step([leaf[rows] for leaf in batch], batch_idx))
             sizes = list(map(len, chunks))
-            if hasattr(module, "training_step_end"):
-                outputs = [module.training_step_end(tree_map(side_by_side, *outputs))]
-                sizes = [len(batch[0])]
             losses = [weighed(output, size) for output, size in zip(outputs, sizes, strict=True)]
             window += losses
             run.note_batch(module, {"loss": mean(losses).item()})

@@ -221,8 +221,10 @@ class Acting(Callback):
 class Noting(LightningModule):
     """Weights that are drawn, momentum and a schedule; of several loaders a loss over the samples of all."""
 
-    def __init__(self, loaders: Sequence[Order], mode: str, weighs: bool) -> None:
+    def __init__(self, loaders: Sequence[Order], mode: str, weighs: bool, draws: bool) -> None:
         super().__init__()
+        # Whether hooks and validation draw random numbers, which moves the order of a stock process.
+        self.draws = draws
         self.orders = loaders
         self.mode = mode
         self.weighs = weighs
@@ -258,7 +260,13 @@ class Noting(LightningModule):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.validated.append(self.trainer.global_step)
-        torch.rand(2)
+        self.draw(2)
+
+    def draw(self, count: int = 1) -> float:
+        """Return the last of so many numbers, or 0."""
+        if not self.draws:
+            return 0.0
+        return float(torch.rand(count)[-1])
 
     def on_train_epoch_start(self) -> None:
         self.window = []  # that of a stream that is shorter than the limit may have been cut off
@@ -271,7 +279,7 @@ class Noting(LightningModule):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.look()
-        self.window.append(NotedBatch([[] for _ in self.parts(batch)], torch.rand(()).item()))
+        self.window.append(NotedBatch([[] for _ in self.parts(batch)], self.draw()))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         chunk = getattr(getattr(self.trainer.strategy, "_batches", None), "chunk", None)
@@ -307,7 +315,7 @@ def make_drawing_hook(acting: Acting, module: Noting, hook: Callable[..., Any]) 
 
     def move(batch: Any, *args: Any) -> Any:
         if module.trainer.training and not module.looks:
-            torch.rand(3)
+            module.draw(3)
             acting.reach(module.trainer, "transfer", module.trainer.fit_loop.epoch_loop.batch_idx + 1)
         return hook(batch, *args)
 
@@ -326,6 +334,7 @@ def fit(
     weighs: bool = True,
     transfer_batch_to_device: Callable[..., Any] | None = None,
     drawing_hook: str | None = None,
+    draws: bool = True,
     **options: Any,
 ) -> Noted:
     """Body: train as stock Lightning does (`strategy` is None), or under our strategy with split batches.
@@ -342,13 +351,14 @@ def fit(
         mode: That of the `CombinedLoader`.
         weighs: Whether the loss over several loaders has a weight.
         transfer_batch_to_device: The module's hook of this name.
+        draws: Whether hooks and validation draw random numbers.
         drawing_hook: The name of a hook that moves batches, in which the module draws.
         options: Those of the Trainer.
     """
     # A resumed run must not depend on the seed that it begins with.
     seed = 7 if resume is None else 99
     orders.seed(seed + dist.get_rank())
-    module = Noting(loaders, mode, weighs)
+    module = Noting(loaders, mode, weighs, draws)
     if transfer_batch_to_device is not None:
         vars(module)["transfer_batch_to_device"] = transfer_batch_to_device
     acting = Acting(acts, folder)

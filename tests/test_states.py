@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg._support.fingerprint import combined, state_digests
-from lightning_gradavg._support.random_state import random_state, restore_random_state
-from lightning_gradavg.replicas.part import replica_stream
+from lightning_gradavg._support.random_state import drawing_from, random_state, restore_random_state, stream_key
 
 CPU = torch.device("cpu")
 
@@ -28,7 +27,7 @@ def draws() -> tuple[Any, ...]:
 
 
 def drawn(seed: int, step: int, replica: int) -> tuple[Any, ...]:
-    with replica_stream(seed, step, replica, CPU):
+    with drawing_from(stream_key(seed, step, replica), CPU):
         return draws()
 
 
@@ -41,7 +40,7 @@ def test_draws_differ_between_replicas_and_steps_and_repeat():
     assert first == again[::-1]
     for generator in zip(*first, strict=True):
         assert len(triples) == len(set(generator))
-    with replica_stream(0, 0, 0, CPU):
+    with drawing_from(stream_key(0, 0, 0), CPU):
         python, numpy = [random.random() for _ in range(64)], np.random.rand(64)  # noqa: NPY002  # the global generator
         assert 3 * 64 == len({*python, *numpy.tolist(), *torch.rand(64, dtype=torch.float64).tolist()})
 
@@ -53,7 +52,7 @@ def test_all_generators_are_put_back(fails):
     expected = draws()
     restore_random_state(state)
 
-    with pytest.raises(ZeroDivisionError) if fails else nullcontext(), replica_stream(3, 1, 2, CPU):
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext(), drawing_from(stream_key(3, 1, 2), CPU):
         draws()
         assert 1 / (not fails)
 
@@ -70,7 +69,7 @@ def test_the_device_draws_from_the_stream_without_a_wait() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for step, replica in [(0, 0), (0, 1), (1, 0)] * 2:
-            with replica_stream(0, step, replica, device):
+            with drawing_from(stream_key(0, step, replica), device):
                 seen[step, replica].append(torch.rand(8, device=device))
     finally:
         torch.cuda.set_sync_debug_mode(mode)

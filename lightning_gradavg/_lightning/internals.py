@@ -231,6 +231,11 @@ class TrainingLoop:
         return int(self._loop.epoch_loop.batch_progress.current.processed)
 
     @property
+    def total_ready(self) -> int:
+        """Batches of the run that reached training, over all epochs."""
+        return int(self._loop.epoch_loop.batch_progress.total.ready)
+
+    @property
     def batch_number(self) -> int:
         """The number in its epoch of the batch whose hooks run."""
         return self.ready - 1
@@ -455,13 +460,15 @@ def restore_metric(metric: Metric, states: Mapping[str, Any], updates: int) -> N
     setattr(metric, COMPUTED, None)
 
 
-def within_notes(batch_sampler: Any, function: Callable[[Any], Any]) -> Any:
-    """Return `function` of a batch sampler, inside the wrapper that notes its indices for prediction writers."""
-    # Private: `_IndexBatchSamplerWrapper` and its `_batch_sampler` (L). Without it, prediction writers get no indices
-    # under exact evaluation.
+def forget_noted_indices(batch_sampler: Any) -> list[Any]:
+    """Return the list in which a batch sampler notes its indices for prediction writers, emptied; else an empty one."""
+    # Private: `_IndexBatchSamplerWrapper` and its `seen_batch_indices` (L). Without it, prediction writers get the
+    # indices of all ranks under exact evaluation.
     if type(batch_sampler).__name__ == "_IndexBatchSamplerWrapper":
-        return type(batch_sampler)(function(batch_sampler._batch_sampler))
-    return function(batch_sampler)
+        batch_sampler.seen_batch_indices = []
+        noted: list[Any] = batch_sampler.seen_batch_indices
+        return noted
+    return []
 
 
 def cloned(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
@@ -473,6 +480,17 @@ def cloned(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
     copy.__dict__["_iterator"] = None
     copy.__dict__.update(attributes)
     return copy
+
+
+BEFORE_TRANSFER = "_on_before_batch_transfer"
+# Private: `LightningModule._on_before_batch_transfer` (L). Lightning's loop calls it with each batch that it has read,
+# and it calls the user's hook. Without it a fit of split batches fails with an AttributeError.
+
+
+def show_dataset_of_worker(dataset: Any) -> None:
+    """Have `torch.utils.data.get_worker_info().dataset` be a dataset, in a worker."""
+    # Not private, but the object is read-only (T). Torch's own recipe seeds `dataset.rng` there.
+    object.__setattr__(torch.utils.data.get_worker_info(), "dataset", dataset)
 
 
 def iterator_of(read: Callable[[Any], Any]) -> property:

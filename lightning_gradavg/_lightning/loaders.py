@@ -38,36 +38,55 @@ class Shows:
 
 
 class LoaderWrapper(Shows):
-    """Stands in for a user's loader, or for the copy that is read, of which Lightning reads and sets more than batches.
+    """Stands in for a user's loader, of which Lightning reads and sets more than batches.
 
-    Attributes:
-        loader: The user's loader.
+    It shows the attributes of that loader. What is set on it is set on that loader, but for what a subclass declares.
 
     Args:
         loader: The user's loader.
-        read: The loader that is read instead: the user's, or a copy.
-        shown: The object whose attributes the wrapper shows.
         shared: Whether all ranks read the same batches, so that worker processes must not be seeded by rank.
+
+    Attributes:
+        loader: The user's loader.
     """
 
-    def __init__(self, loader: Any, *, read: Any, shown: Any, shared: bool) -> None:
-        super().__init__(shown)
+    loader: Any
+    worker_init_fn: Any
+    _copy: Any  # the copy that is read, if its workers persist; else None
+
+    def __init__(self, loader: Any, *, shared: bool) -> None:
+        super().__init__(loader)
         self.loader = loader
-        self._read = read
         self._shared = shared
+        self._copy = None
+        self._init_fn: tuple[Any] | None = None  # what was set on this loader, and not on the user's
 
-    _iterator = iterator_of(lambda self: self._read)
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_own = name.startswith("_") or any(
+            name in vars(base).get("__annotations__", {}) for base in type(self).__mro__
+        )
+        if is_own:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.loader, name, value)
 
-    @property
+    _iterator = iterator_of(lambda self: self.loader if self._copy is None else self._copy)
+
+    @property  # type: ignore[no-redef]  # declared above, so that setting it calls the setter
     def worker_init_fn(self) -> Any:
         """Run in every worker process. Lightning sets it, to seed workers by the rank (`_auto_add_worker_init_fn`)."""
-        return self._read.worker_init_fn
+        if self._init_fn is not None:
+            return self._init_fn[0]
+        function = self.loader.worker_init_fn
+        if self._shared and function is not None:
+            return _as_on_rank_0(function)
+        return function
 
     @worker_init_fn.setter
     def worker_init_fn(self, function: Callable[..., None] | None) -> None:
         if self._shared and function is not None:
             function = _as_on_rank_0(function)
-        self._read.worker_init_fn = function
+        self._init_fn = (function,)
 
 
 def user_loader(loader: Any) -> Any:

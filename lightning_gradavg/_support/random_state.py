@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
@@ -66,29 +68,62 @@ def same_random_state(first: RandomState, second: RandomState) -> bool:
     return numpy_of_first == numpy_of_second
 
 
-def seed_generators(digest: bytes) -> None:
-    """Seed the CPU's global generators by 24 bytes, 8 for each: of one seed, Python and NumPy make the same stream."""
-    for_torch = int.from_bytes(digest[0:8], "little")
-    for_python = int.from_bytes(digest[8:16], "little")
-    for_numpy = int.from_bytes(digest[16:24], "little")
+def stream_key(seed: int, *place: int | str) -> bytes:
+    """Return the key of a random stream: 32 bytes that follow from a seed and a place in the run.
+
+    A hash, because a sum such as `seed + batch + piece` repeats.
+    """
+    return blake2b(repr((seed, *place)).encode(), digest_size=32).digest()
+
+
+def seed_generators(key: bytes, device: torch.device | None = None) -> None:
+    """Seed the global generators of the CPU, and that of an accelerator, by the key of a stream.
+
+    Each has 8 bytes of its own: of one seed, Python and NumPy make the same stream. Nothing waits for the accelerator.
+    """
+    for_torch = int.from_bytes(key[0:8], "little")
+    for_python = int.from_bytes(key[8:16], "little")
+    for_numpy = int.from_bytes(key[16:24], "little")
     torch.default_generator.manual_seed(for_torch)  # `torch.manual_seed` would seed the accelerators, too
     random.seed(for_python)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         # In place: a new `RandomState` asks the operating system for entropy first, which takes ten times as long.
         numpy.random.seed([for_numpy & 0xFFFFFFFF, for_numpy >> 32])  # NumPy takes words of 32 bits
+    if device is not None and device.type != "cpu":
+        getattr(torch, device.type).manual_seed(int.from_bytes(key[24:32], "little"))
 
 
-def forked(state: RandomState, stream: int) -> RandomState:
-    """Return states for one of several streams, which are derived from the state of torch's generator."""
-    for_torch = state[0].numpy().tobytes()
-    return seeded(blake2b(for_torch + str(stream).encode(), digest_size=24).digest())
+@contextmanager
+def drawing_from(key: bytes | None, device: torch.device | None = None) -> Iterator[None]:
+    """Draw from the stream of a key within the context; then restore all generators. Without a key, change nothing.
+
+    The generators are torch's on the CPU and on the device, Python's and NumPy's. What `torch.utils.checkpoint`
+    recomputes later draws the same numbers from torch, whose states it keeps. For Python and NumPy, enter the context
+    within the function that is recomputed.
+    """
+    if key is None:
+        yield
+        return
+    on_host = random_state()
+    accelerator: Any = None  # the module of the device's type, such as `torch.cuda`
+    on_device: torch.Tensor | None = None
+    if device is not None and device.type != "cpu":
+        accelerator = getattr(torch, device.type)
+        on_device = accelerator.get_rng_state()
+    seed_generators(key, device)
+    try:
+        yield
+    finally:
+        restore_random_state(on_host)
+        if accelerator is not None:
+            accelerator.set_rng_state(on_device)
 
 
-def seeded(digest: bytes) -> RandomState:
+def seeded(key: bytes) -> RandomState:
     """Return the states that `seed_generators` sets."""
     own = random_state()
-    seed_generators(digest)
+    seed_generators(key)
     try:
         return random_state()
     finally:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["batch_samples", "bits", "data_digest", "digest_of", "leaves", "mapped", "slice_batch"]
+__all__ = ["batch_samples", "bits", "data_digest", "digest_of", "leaves", "mapped", "rows_of", "slice_rows"]
 
 _PLAIN = (int, float, complex, str, bytes, type(None))
 """Types whose `repr` is the value. Of other objects it may hold an address, which differs between processes."""
@@ -105,82 +105,94 @@ def mapped(value: object, function: Callable[[Any], Any], *, is_leaf: IsLeaf = _
     return _with_parts(value, parts)
 
 
-def _is_plain_object(value: object) -> bool:
-    """Return whether a value is neither an array nor a structure."""
-    return not _is_array(value) and not isinstance(value, PackedSequence) and _items(value) is None
+def batch_samples(batch: object) -> int:
+    """Return the first dimension that all tensors and arrays of a batch have, which is taken for its samples.
+
+    Tensors without dimensions are about the batch as a whole.
+
+    Raises:
+        ValueError: If there is no such number, or several, or something in the batch has no dimensions to read.
+    """
+    sizes: set[int] = set()
+    for label, leaf in leaves(batch):
+        if _is_array(leaf):
+            sizes.update(tuple(leaf.shape)[:1])
+        elif not isinstance(leaf, _PLAIN):
+            raise ValueError(f"batch{label} is a {type(leaf).__name__}, which has no first dimension")
+    if len(sizes) == 1:
+        return sizes.pop()
+    if not sizes:
+        raise ValueError("no tensor in it has a first dimension")
+    raise ValueError(f"the first dimensions of its tensors are {' and '.join(map(str, sorted(sizes)))}")
+
+
+def rows_of(batch: object) -> int:
+    """Return the number of rows of a ready-made batch: the first dimension of every tensor and list in it.
+
+    | in the batch | is |
+    |---|---|
+    | a tensor or array | rows along dimension 0 |
+    | a list of numbers, texts or None | one row per item |
+    | a list of tensors, mappings and the like; a tuple, mapping, dataclass | a structure, whose parts are rows |
+    | a number, a text, None | about the batch as a whole |
+
+    Raises:
+        ValueError: If not all have one number of rows; a tensor has no dimensions; a list may be a structure or one
+            item per row; or something else is in it.
+    """
+    sizes: dict[int, str] = {}
+    lists: list[tuple[str, int]] = []
+    _collect_rows(batch, "", sizes, lists)
+    if not sizes:
+        raise ValueError("there is no tensor in it")
+    if len(sizes) > 1:
+        found = " and ".join(f"{size} of batch{label}" for size, label in sorted(sizes.items()))
+        raise ValueError(f"the first dimensions differ: {found}")
+    (size,) = sizes
+    for label, length in lists:
+        if length == size:
+            raise ValueError(
+                f"batch{label} is a list of {length} parts in a batch of {size} rows: it may hold one part per row, or"
+                " be a structure. Use a tuple for a structure"
+            )
+    return size
+
+
+def _collect_rows(value: Any, label: str, sizes: dict[int, str], lists: list[tuple[str, int]]) -> None:
+    """Collect where each number of rows was found first, and the lists that are taken for structures."""
+    if _is_array(value):
+        shape = tuple(value.shape)
+        if not shape:
+            raise ValueError(f"batch{label} has no dimensions")
+        sizes.setdefault(shape[0], label)
+        return
+    if _is_column(value):
+        sizes.setdefault(len(value), label)
+        return
+    items = _items(value)
+    if items is None:
+        if not isinstance(value, _PLAIN):
+            raise ValueError(f"batch{label} is a {type(value).__name__}, which has no rows")
+        return
+    if isinstance(value, list):
+        lists.append((label, len(value)))
+    for place, item in items:
+        _collect_rows(item, label + place, sizes, lists)
 
 
 def _is_column(value: object) -> bool:
-    """Return whether a value lists one plain object per sample, as `default_collate` lists strings."""
-    is_named_tuple = hasattr(value, "_fields")
-    if not isinstance(value, (list, tuple)) or is_named_tuple:
-        return False
-    return all(_is_plain_object(item) for item in value)
+    """Return whether a value is a list of one plain item per row, as `default_collate` lists texts."""
+    return isinstance(value, list) and len(value) > 0 and all(isinstance(item, _PLAIN) for item in value)
 
 
-def _rows(leaf: Any) -> int | None:
-    """Return the number of samples that a leaf holds along dimension 0; None if it holds none."""
-    if _is_array(leaf):
-        shape = tuple(leaf.shape)
-        return shape[0] if shape else None
-    if _is_column(leaf):
-        return len(leaf)
-    return None
+def slice_rows(batch: Any, start: int, stop: int) -> Any:
+    """Return rows `start` to `stop` of a batch that `rows_of` has accepted, of the same structure and types.
 
-
-def batch_samples(batch: object) -> int:
-    """Return the samples in a collated batch: dimension 0 of its arrays, else the length of its lists of objects.
-
-    Raises:
-        ValueError: If there is no such number, or several.
+    Tensors and arrays are sliced along dimension 0, as views. What is about the batch as a whole is shared.
     """
-    # A column counts as a leaf: its length is the number of samples, and its items are none.
-    held = [leaf for _, leaf in leaves(batch, is_leaf=_is_column)]
-    if any(isinstance(leaf, PackedSequence) for leaf in held):  # it holds the samples step by step
-        raise ValueError(
-            "a PackedSequence cannot be split. Let collate_fn return the padded sequences and their lengths, and call"
-            " pack_padded_sequence in training_step."
-        )
-    lengths_of_arrays = set()
-    lengths_of_columns = set()
-    for leaf in held:
-        rows = _rows(leaf)
-        if rows is None:
-            continue
-        if _is_array(leaf):
-            lengths_of_arrays.add(rows)
-        else:
-            lengths_of_columns.add(rows)
-    # A list beside arrays may be about the batch as a whole.
-    lengths = lengths_of_arrays
-    if not lengths:
-        lengths = lengths_of_columns
-    if len(lengths) == 1:
-        return lengths.pop()
-    found = "nothing in it has one"
-    if lengths:
-        found = f"dimension 0 is {' and '.join(map(str, sorted(lengths)))}"
-    raise ValueError(
-        f"a batch of type {type(batch).__name__} cannot be split: all its tensors must have the samples along dimension"
-        f" 0, but {found}. Have collate_fn, or whatever makes the batch, put them there. Without equivalent_to= and"
-        " num_replicas=, a DataLoader over single samples will do, whose indices are split before they are loaded; or"
-        " leave split_batches out, and have every rank read another part of the data."
-    )
-
-
-def slice_batch(batch: Any, start: int, stop: int) -> Any:
-    """Return samples `start` to `stop` of a collated batch, of the same structure and types.
-
-    Tensors and arrays are sliced along dimension 0, as views, as `torch.nn.parallel.scatter` does. Unlike there, lists
-    and tuples of one plain object per sample, such as names, are sliced, too. Everything else is shared.
-    """
-    size = batch_samples(batch)
-    if (start, stop) == (0, size):
-        return batch  # the user's own object, as in a run that splits nothing
 
     def sliced(leaf: Any) -> Any:
-        # `batch_samples` lets lists of other lengths pass beside arrays: they are about the batch as a whole.
-        if _rows(leaf) == size:
+        if _is_array(leaf) or _is_column(leaf):
             return leaf[start:stop]
         return leaf
 

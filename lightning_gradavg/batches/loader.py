@@ -1,19 +1,15 @@
 """Training loaders whose batches are the global batches: every rank gets its own chunk of each.
 
-How the batches are read depends on the loader:
+What a rank reads depends on the loader:
 
-| the user's loader | read |
-|---|---|
-| a `DataLoader` with a batch sampler over a map-style dataset | in parts |
-| the same, where batches must be those of one process in all that is drawn, padded and mixed (`Split.whole`) | shared |
-| the same, but the user says that nothing draws (`draws_no_random_numbers`), and collating mixes nothing | in parts |
-| any other: over an `IterableDataset`, with `batch_size=None`, or an iterable of batches | shared |
+| the user's loader | read by | a rank |
+|---|---|---|
+| a `DataLoader` over a map-style dataset | INDICES | loads and collates the samples of its own pieces |
+| a `DataLoader` with a batch size over an `IterableDataset` | SAMPLES | reads all samples, and collates its own pieces |
+| any other: an iterable of batches, a subclass of `DataLoader` with an `__iter__` of its own | BATCHES | reads all \
+batches, and keeps the rows of its own pieces |
 
-*In parts*, rank 0 asks its sampler and sends the indices to all ranks, in blocks, so that a rank loads its own samples
-only. *Shared*, all ranks read the same batches with the random state of rank 0, in the main process and in workers, and
-each takes its part, where it can before the samples are collated.
-
-Iterating is a collective operation: all ranks do it, or none.
+Iterating is a collective operation where ranks compare what they have read: all ranks do it, or none.
 
 What stands in for a loader must answer what Lightning asks of one. Of a training loader, lightning 2.6 uses:
 
@@ -24,24 +20,23 @@ What stands in for a loader must answer what Lightning asks of one. Of a trainin
 | `dataset` | likewise, to warn of a stream with a length | `has_iterable_dataset` | the user's loader |
 | `iter()` | the loader is prepared, and each later epoch begins | `CombinedLoader.__iter__` | `progress.py` |
 | `sampler`, `batch_sampler.sampler` | an epoch begins | `_set_sampler_epoch` | the user's loader |
-| `state_dict` | a checkpoint is saved | `CombinedLoader._state_dicts` | `progress.py` |
-| `load_state_dict` | a loader has a state if it has both methods | `CombinedLoader._state_dicts` | `progress.py` |
 | `_iterator`, read and set | training ends, and the workers with it | `CombinedLoader.reset` | `LoaderWrapper` |
 
-`LoaderWrapper` passes everything else on to the user's loader: callbacks look at `trainer.train_dataloader`. Of a
-prepared loader, only `_worker_check` asks whether it is a `DataLoader`, for warnings about its workers.
+`LoaderWrapper` passes everything else on to the user's loader: callbacks look at `trainer.train_dataloader`, and set
+attributes of it. Of a prepared loader, only `_worker_check` asks whether it is a `DataLoader`, for warnings about its
+workers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from enum import Enum
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_gradavg._lightning.internals import cloned
 from lightning_gradavg._lightning.loaders import (
     LoaderWrapper,
     distributed_sampler,
@@ -52,21 +47,50 @@ from lightning_gradavg._lightning.loaders import (
     user_loader,
 )
 from lightning_gradavg._support.collectives import Contribution, World
+from lightning_gradavg._support.random_state import random_state, stream_key
 from lightning_gradavg._support.text import plural
-from lightning_gradavg._support.tree import batch_samples
-from lightning_gradavg.batches.chunks import Collated, PartCollator, Split, cut_out
-from lightning_gradavg.batches.order import BatchRecord, LoaderState, Order, SharedIndices
+from lightning_gradavg._support.tree import data_digest, rows_of, slice_rows
+from lightning_gradavg.batches.chunks import Chunk, Pieces, Split
+from lightning_gradavg.batches.cut import CollatedSamples, LoadedBatch, Probed, indices_copy, stream_copy
+from lightning_gradavg.batches.order import BatchRecord, LoaderState, Order, RequestSampler, Sources, Watch
+from lightning_gradavg.batches.streams import OrderStream, PassPlace, run_seed
 
-__all__ = ["Pass", "ReadBatch", "SplitLoader", "split_batches"]
+__all__ = ["Pass", "ReadBatch", "Reading", "SplitLoader", "compare_at_times", "draw_seed_of_workers", "reading_of", "split_batches"]
 
 _END = object()  # not None, which a user's loader may yield
+
+
+class Reading(Enum):
+    """What a rank reads of a loader. The module's docstring has the table."""
+
+    INDICES = "the samples of its own pieces"
+    SAMPLES = "all samples of a stream, of which it collates its own"
+    BATCHES = "all batches, of which it keeps its own rows"
+
+
+def reading_of(loader: object) -> Reading:
+    """Return what a rank reads of a user's loader."""
+    # A subclass with an `__iter__` of its own may read ahead, skip batches or keep one iterator over all epochs.
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return Reading.BATCHES
+    if not isinstance(loader.dataset, IterableDataset):
+        return Reading.INDICES
+    if loader.batch_sampler is not None:
+        return Reading.SAMPLES
+    return Reading.BATCHES
 
 
 class ReadBatch(NamedTuple):
     """What a pass yields."""
 
-    part: object  # this rank's samples of the loader batch, in the user's own type
+    pieces: list[Any]  # this rank's pieces of the loader batch, each of the user's own type
     record: BatchRecord
+    probed: Probed | None  # of the first batch of a run
+
+    @property
+    def batch(self) -> Any:
+        """What the user's hooks get: the one piece of the rank, or all of them."""
+        return self.pieces[0] if len(self.pieces) == 1 else Pieces(self.pieces)
 
 
 class Pass(NamedTuple):
@@ -84,108 +108,204 @@ class SplitLoader(LoaderWrapper):
 
     Making it is a collective operation.
 
+    Args:
+        loader: The user's loader.
+        split: How its batches are cut.
+        world: The ranks that read it.
+        position: Its position among the loaders of the run.
+
     Attributes:
         samples: Samples that count of the batch yielded last: 0 where the rank has none of the global batch, and gets
             a stand-in. None outside of a pass.
+        split: As the argument.
+        reading: What a rank reads of it.
+        passes: Passes that began.
 
     Raises:
         ValueError: On all ranks, if the loader cannot be split, or the ranks' loaders differ.
     """
 
-    samples: int | None = None
+    samples: int | None
+    split: Split
+    reading: Reading
+    passes: int
 
-    def __init__(self, loader: object, split: Split, world: World) -> None:
+    def __init__(self, loader: object, split: Split, world: World, *, position: int = 0) -> None:
         loader = user_loader(loader)
-        in_parts = _is_read_in_parts(loader, split)
-        _require_splittable(loader, world, in_parts=in_parts)
+        reading = reading_of(loader)
+        _require_splittable(loader, world, reading)
+        # Workers of a copy by indices draw from the streams of their pieces.
+        super().__init__(loader, shared=reading is not Reading.INDICES)
+        self.samples = None
         self.split = split
+        self.reading = reading
+        self.passes = 0
         self._world = world
-        self._indices: SharedIndices | None = None
-        read = loader
-        if isinstance(loader, DataLoader):
-            if in_parts:
-                self._indices = SharedIndices(loader.batch_sampler, split)
-            read = cloned(loader, **_attributes_to_replace(loader, split, self._indices, world))
-        super().__init__(loader, read=read, shown=loader, shared=not in_parts)
-        if isinstance(loader, DataLoader):
-            # Through the setter of `LoaderWrapper`: workers that are seeded by their rank would read another order.
-            self.worker_init_fn = loader.worker_init_fn
+        self._position = position
+        # Where ranks seed them differently, rank 0's count.
+        sources = Sources(loader)
+        sources.load(world.from_first(sources.states()))
+        self._copy_sampler: RequestSampler | None = None  # of the copy whose workers persist
+        self._stream: OrderStream | None = None  # of a loop of the user's own, from its first pass on
+        self._seed = 0  # likewise
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's part of each batch: in Fabric, or in a loop of the user's own."""
+        if self._stream is None:
+            # Not before: what a script draws until then moves the order, as on one process.
+            self._seed = run_seed(self._world)
+            self._stream = OrderStream(self._world.from_first(random_state()))
+        watch = None
+        if self.passes == 0:
+            watch = Watch()
+        reading = self.begin(self._stream, self._seed, watch=watch)
         try:
-            for part, record in self.begin().items:
-                self.samples = record.chunk.samples
-                yield part
+            for read in reading.items:
+                compare_at_times(read)
+                self.samples = read.record.chunk.samples
+                yield read.batch
         finally:
             self.samples = None
 
     def __len__(self) -> int:
         return len(self.loader)
 
-    @property
-    def reads_together(self) -> bool:
-        """Whether all ranks read the same batches; else each loads its own samples."""
-        return self._indices is None
-
-    def begin(self, start: LoaderState | None = None) -> Pass:
-        """Begin a pass. A collective operation, and so is each of its batches.
+    def begin(
+        self,
+        stream: OrderStream,
+        seed: int,
+        *,
+        resumed: LoaderState | None = None,
+        watch: Watch | None = None,
+        compares: bool = True,
+    ) -> Pass:
+        """Begin a pass.
 
         Args:
-            start: Where the pass begins; None for a new one. See `Order`.
+            stream: The order's stream.
+            seed: The seed of the run.
+            resumed: Where the pass begins; None for a new one. See `Order`.
+            watch: What the first batch of a run is asked for.
+            compares: Whether ranks compare what they have read, a collective operation; not where a user looks at the
+                data, perhaps on one rank.
         """
-        order = Order(self.loader, self._world, start, shared=self.reads_together)
-        if self._indices is not None:
-            self._indices.order = order
-        with order.drawing():
-            # A `DataLoader` draws the seed of its workers here, and with workers asks for the first batches.
-            batches = iter(self._read)
-        if self._indices is None:
-            return Pass(order, self._read_together(order, batches))
-        # Rank 0 has drawn the seed of its workers, and perhaps the order: the other ranks' own states move on alike.
-        order.draws.follow(self._world.from_first(order.draws.last_draw))
-        return Pass(order, self._read_in_parts(order, batches))
+        if resumed is not None:
+            self.passes = resumed["passes"]
+        place = PassPlace(seed, self._position, self.passes)
+        order = Order(self.loader, self.split, self._world, stream, place, resumed, watch)
+        self.passes += 1
+        batches = self._begin_reading(order)
+        return Pass(order, self._items(order, batches, compares=compares))
 
-    def _read_together(self, order: Order, batches: Iterator[object]) -> Iterator[ReadBatch]:
-        """Yield this rank's part of each batch that all ranks read."""
-        order.draws.begin_reading()
+    def _begin_reading(self, order: Order) -> Iterator[Any]:
+        """Return what the loader yields, of a copy where it is cut before it is collated."""
+        loader: Any = self.loader
+        if self.reading is Reading.INDICES:
+            return self._begin_reading_indices(order)
+        if self.reading is Reading.SAMPLES:
+            loader = stream_copy(loader, self.split, order.place, worker_init_fn=self.worker_init_fn)
+        with order.drawing():
+            return iter(loader)
+
+    def _begin_reading_indices(self, order: Order) -> Iterator[Any]:
+        loader: DataLoader[Any] = self.loader
+        persists = loader.num_workers > 0 and loader.persistent_workers
+        if self._copy is not None and self._copy_sampler is not None:
+            # Its workers go on. Torch draws no further seed for them.
+            self._copy_sampler.order = order
+            return iter(self._copy)
+        seed = None
+        if self.split.cuts:
+            # Torch would draw the same seed on all ranks, and what a `worker_init_fn` seeds by it, too.
+            with order.drawing():
+                drawn = draw_seed_of_workers(loader)
+            key = stream_key(order.place.seed, "workers", drawn, self.split.rank)
+            seed = int.from_bytes(key[:8], "little", signed=True)
+        sampler = RequestSampler(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)
+        sampler.order = order
+        copy = indices_copy(loader, sampler, worker_init_fn=self.worker_init_fn, seed_of_workers=seed)
+        if persists:
+            self._copy, self._copy_sampler = copy, sampler
+        if seed is not None:
+            return iter(copy)
+        with order.drawing():
+            batches = iter(copy)
+        order.settle()
+        return batches
+
+    def _items(self, order: Order, batches: Iterator[Any], *, compares: bool) -> Iterator[ReadBatch]:
+        """Yield this rank's pieces of each batch."""
+        while True:
+            read = self._next(order, batches)
+            if compares:
+                order.require_resumed()
+                # Of a loader with a length, batches are compared when they are trained on.
+                if not order.has_length:
+                    what = f"the end after batch {order.position.batches}" if read is None else ""
+                    order.compare(order.position, read.probed if read is not None else None, what=what)
+            if read is None:
+                return
+            yield read
+
+    def _next(self, order: Order, batches: Iterator[Any]) -> ReadBatch | None:
+        """Return the next batch that is not passed over; None at the end."""
+        if self.reading is Reading.INDICES:
+            return self._next_of_indices(order, batches)
         while True:
             with order.drawing():
                 batch = next(batches, _END)
-            if batch is _END:
-                order.finish()
-                return
-            if not isinstance(batch, Collated):
-                # No `PartCollator` has made it: see `_attributes_to_replace`.
-                batch = cut_out(batch, batch_samples(batch), self.split)
-            record = order.record(batch.digest, self.split.cut(batch.rows))
+                if batch is _END:
+                    return None
+                order.asked += 1
+            order.settle()
+            if isinstance(batch, CollatedSamples):
+                record = order.record(batch.digest, self.split.cut(batch.samples))
+                pieces = batch.pieces
+            else:
+                chunk, cut = self._cut_ready(batch)
+                record = order.record(data_digest(batch), chunk)
+                pieces = cut
             if record is not None:
-                yield ReadBatch(batch.part, record)
+                return ReadBatch(pieces, record, None)
 
-    def _read_in_parts(self, order: Order, batches: Iterator[object]) -> Iterator[ReadBatch]:
-        """Yield the samples of each batch that this rank loads. `SharedIndices` has recorded the batches."""
-        # What the dataset draws on rank 0 comes from its own state, as in one process.
-        drawing = order.drawing if order.draws.forks else nullcontext
-        while True:
-            with drawing():
-                batch = next(batches, _END)
-            if batch is _END:
-                if order.pending:
-                    raise RuntimeError(self._other_number_of_batches("fewer"))
-                order.finish()
-                return
-            if not order.pending:
-                raise RuntimeError(self._other_number_of_batches("more"))
-            part = batch
-            if isinstance(batch, Collated):
-                part = batch.part
-            yield ReadBatch(part, order.pending.popleft())
+    def _next_of_indices(self, order: Order, batches: Iterator[Any]) -> ReadBatch | None:
+        loaded = next(batches, _END)
+        if loaded is _END:
+            if order.pending:
+                raise RuntimeError(self._other_number_of_batches("fewer"))
+            return None
+        if not order.pending:
+            raise RuntimeError(self._other_number_of_batches("more"))
+        record = order.pending.popleft()
+        assert isinstance(loaded, LoadedBatch)
+        assert loaded.number == record.before.batches, "torch yields batches in the order in which it asks for them"
+        pieces = loaded.pieces
+        if not record.chunk.pieces:  # a ready-made batch, which is loaded now
+            chunk, pieces = self._cut_ready(pieces[0])
+            record = record._replace(chunk=chunk)
+        return ReadBatch(pieces, record, loaded.probed)
+
+    def _cut_ready(self, batch: Any) -> tuple[Chunk, list[Any]]:
+        """Return this rank's chunk of a batch that comes ready made, and its pieces."""
+        if not self.split.cuts:
+            return self.split.cut(_rows_or_one(batch)), [batch]
+        try:
+            rows = rows_of(batch)
+        except ValueError as error:
+            raise ValueError(
+                f"{type(self.loader).__name__} yields a ready-made batch of type {type(batch).__name__} that cannot be"
+                f" cut into rows: {error}. Let a DataLoader collate it: give it a dataset of single samples, a"
+                " batch_size and a collate_fn, and each rank loads and collates its own samples; or have every tensor"
+                " and list of the batch hold the samples along its first dimension."
+            ) from error
+        chunk = self.split.cut(rows)
+        return chunk, [slice_rows(batch, piece.start, piece.stop) for piece in chunk.pieces]
 
     def _other_number_of_batches(self, fewer_or_more: str) -> str:
         return (
-            f"{type(self.loader).__name__} yielded {fewer_or_more} batches than its batch_sampler"
-            " was asked for, so split_batches=True cannot tell which samples a batch holds. Wrap it in an"
-            " iterable of your own, whose batches are split once they are collated."
+            f"{type(self.loader).__name__} yielded {fewer_or_more} batches than its batch_sampler was asked for, so"
+            " split_batches=True cannot tell which samples a batch holds. Wrap it in an iterable of your own, whose"
+            " batches are split once they are collated."
         )
 
     def describe(self) -> str:
@@ -199,7 +319,7 @@ class SplitLoader(LoaderWrapper):
         chunks = plural(self.split.chunks, "chunk")
         ranks = plural(self.split.world_size, "rank")
         reads = ""
-        if self.split.world_size > 1:
+        if self.split.cuts:
             reads = f"; {self._describe_reading()}"
         return (
             f"{type(self.loader).__name__}{with_samplers}: used unchanged; each batch is a global batch, split into"
@@ -207,69 +327,43 @@ class SplitLoader(LoaderWrapper):
         )
 
     def _describe_reading(self) -> str:
-        """Return what a rank reads of each batch, and why. The cases are those of `_is_read_in_parts`."""
-        loader = self.loader
-        if self._indices is not None:
-            return "each rank loads its own samples only"
-        whole = "every rank reads whole batches"
-        if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
-            return f"{whole}, as only a DataLoader that makes batches by indices can load a part of one"
-        if isinstance(loader.dataset, IterableDataset):
-            return f"{whole}, as a stream has no indices by which a rank could load its own samples only"
-        if loader.collate_fn is default_collate and _iterates_as_torch(loader):
-            return (
-                f"{whole}, so that random numbers are drawn as in one process. If loading draws none, set"
-                " draws_no_random_numbers = True on the dataset, and each rank loads its own samples only"
-            )
-        return f"{whole}, as your collate_fn or your loader's __iter__ may depend on the whole batch"
+        """Return what a rank reads of each batch."""
+        size = loader_batch_size(self.loader)
+        own = "its own samples"
+        if size is not None:
+            sizes = {self._samples_of_rank(rank, size) for rank in range(self.split.world_size)}
+            own = f"its own {' or '.join(map(str, sorted(sizes)))} of {size} samples"
+        if self.reading is Reading.INDICES:
+            return f"each rank loads {own}"
+        if self.reading is Reading.SAMPLES:
+            return f"every rank reads the whole stream, and collates {own}"
+        return "every rank reads whole batches, and takes dimension 0 of every tensor and list for the samples"
+
+    def _samples_of_rank(self, rank: int, size: int) -> int:
+        split = Split(rank, self.split.world_size, self.split.replicas, self.split.max_samples)
+        return split.cut(size).samples or 0
 
 
-def _is_read_in_parts(loader: object, split: Split) -> bool:
-    """Return whether a rank can load its own samples only. The module's docstring has the cases."""
-    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
-        return False
-    if isinstance(loader.dataset, IterableDataset):
-        return False
-    if not split.whole:
-        return True
-    # The user's word is needed: whether a dataset draws, as augmentation does, cannot be seen.
-    draws_nothing = any(getattr(owner, "draws_no_random_numbers", False) for owner in (loader, loader.dataset))
-    return draws_nothing and loader.collate_fn is default_collate and _iterates_as_torch(loader)
+def compare_at_times(read: ReadBatch) -> None:
+    """Compare what all ranks have read at batches 1, 2, 4, 8, ... of a pass with a length. A collective operation."""
+    order = read.record.order
+    number = read.record.after.batches
+    is_power_of_2 = number & (number - 1) == 0
+    if order.has_length and (is_power_of_2 or read.probed is not None):
+        order.compare(read.record.after, read.probed)
 
 
-def _iterates_as_torch(loader: DataLoader[Any]) -> bool:
-    """Return whether a loader has no `__iter__` of its own, which may change batches after they are collated."""
-    return type(loader).__iter__ is DataLoader.__iter__
+def draw_seed_of_workers(loader: DataLoader[Any]) -> int:
+    """Return the number that torch draws for the seeds of workers when it makes an iterator (`_BaseDataLoaderIter`)."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
 
 
-def _attributes_to_replace(
-    loader: DataLoader[Any], split: Split, indices: SharedIndices | None, world: World
-) -> dict[str, Any]:
-    """Return the attributes in which the loader that is read, a copy, differs from the user's.
-
-    Args:
-        loader: The user's loader.
-        split: How its batches are split.
-        indices: What yields this rank's indices where it is read in parts, or None.
-        world: The ranks that read it.
-    """
-    replaced: dict[str, Any] = {}
-    if indices is not None:
-        replaced["batch_sampler"] = indices
-        if world.rank > 0:
-            # The seed of workers is drawn from the rank's own stream, so that no two ranks draw the same augmentation
-            # (`test_no_two_ranks_augment_alike`).
-            replaced["generator"] = None
-    if loader.batch_sampler is None or not _iterates_as_torch(loader):
-        # Without batches there is nothing to collate, and an `__iter__` of the user's expects what their collate_fn
-        # returns. `_read_together` cuts what comes out.
-        return replaced
-    if indices is None:
-        replaced["collate_fn"] = PartCollator(loader.collate_fn, split)
-    elif split.max_samples is not None:
-        # The rank's samples are the whole batch here, to be cut into pieces.
-        replaced["collate_fn"] = PartCollator(loader.collate_fn, Split(max_samples=split.max_samples))
-    return replaced
+def _rows_or_one(batch: Any) -> int:
+    """Return the rows of a batch that nobody cuts; 1 if nobody can tell."""
+    try:
+        return rows_of(batch)
+    except ValueError:
+        return 1
 
 
 _WITHOUT_SPLITTING = (
@@ -278,16 +372,15 @@ _WITHOUT_SPLITTING = (
 )
 
 
-def _require_splittable(loader: object, world: World, *, in_parts: bool) -> None:
+def _require_splittable(loader: object, world: World, reading: Reading) -> None:
     """Raise on all ranks if the loader cannot be split on some, or they differ. A collective operation."""
 
     def contribute() -> Contribution:
         _require_splittable_here(loader)
-        how = "in parts" if in_parts else "whole"
-        # Ranks that prefetch differently would ask for their indices at different times, and wait for each other.
+        # Ranks that prefetch differently would ask their samplers differently far ahead.
         workers = getattr(loader, "num_workers", None)
         prefetch_factor = getattr(loader, "prefetch_factor", None)
-        read = f"batch size {loader_batch_size(loader)}, length {length_of(loader)}, {how}"
+        read = f"batch size {loader_batch_size(loader)}, length {length_of(loader)}, reading {reading.name.lower()}"
         return Contribution([f"{read}, num_workers={workers}, prefetch_factor={prefetch_factor}"])
 
     world.agree("the ranks' train loaders cannot be split", contribute)
@@ -310,7 +403,7 @@ def _require_splittable_here(loader: object) -> None:
             " loader the sampler of a run on one device. Where a library adds this sampler automatically for every"
             f" DDPStrategy, {_WITHOUT_SPLITTING}"
         )
-    # Torch has `in_order` since 2.6. It changes nothing without workers.
+    # It changes nothing without workers.
     if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
         raise ValueError(
             "in_order=False lets the workers hand over batches in an order of their own, so the ranks' chunks would not"
@@ -322,9 +415,10 @@ def split_batches(loader: Any, *, group: dist.ProcessGroup | None = None) -> Spl
     """Return a loader that yields this rank's chunk of each batch of `loader`, which is the global batch.
 
     Every rank gets its contiguous chunk, in the order of one process. Chunks differ by at most one sample: 4 on 3 ranks
-    are 2, 1 and 1. Samplers are used unchanged, with the random state of rank 0. A rank loads only its own samples. If
-    a batch has fewer samples than there are ranks, a rank that gets none has a stand-in, the first samples of
-    that batch, to take part in the backward, and `samples` of the returned loader is 0: the weight of that batch.
+    are 2, 1 and 1. A rank asks your sampler for the whole batch, and loads and collates only its own samples. What they
+    draw follows from the seed, the batch and the rank. If a batch has fewer samples than there are ranks, a rank that
+    gets none has a stand-in, the first samples of that batch, to take part in the backward, and `samples` of the
+    returned loader is 0: the weight of that batch.
 
     Creating the loader and iterating over it are collective operations.
 

@@ -1,65 +1,99 @@
-"""The order of one pass over a training loader: that of one process with the random state of rank 0.
+"""One pass over a training loader: which batches, in which order, and how far training is in them.
 
-A checkpoint holds what the pass drew from, and how many loader batches training has stepped on. To resume, the pass is
-repeated from the same states, and that many batches are passed over. A digest proves that they are the same batches.
-`draws.py` says what a pass draws, and when.
+Every rank asks its own sampler, from the order's stream (`streams.py`), so all have the same order without an exchange.
+A digest of all that was read is compared, and proves it.
+
+A checkpoint holds where the pass began, and how many loader batches training has stepped on. To resume, the pass is
+repeated from there, and that many batches are passed over. The digest proves that they are the same batches.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from hashlib import blake2b
-from itertools import islice
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict
 
+import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from lightning_gradavg._lightning.loaders import length_of
+from lightning_gradavg._lightning.loaders import Stateful, length_of, loader_parts, loader_samplers
 from lightning_gradavg._support.collectives import World
+from lightning_gradavg._support.random_state import RandomState, stream_key
 from lightning_gradavg._support.tree import data_digest
-from lightning_gradavg.batches.chunks import Chunk, Split
-from lightning_gradavg.batches.draws import Draw, PassDraws, Snapshot, Sources
+from lightning_gradavg.batches.chunks import Chunk, Piece, Split
+from lightning_gradavg.batches.cut import Probe, Probed, Request
+from lightning_gradavg.batches.streams import OrderStream, PassPlace
 
-__all__ = ["BatchRecord", "LoaderState", "Order", "PassPosition", "SharedIndices", "loader_state"]
+__all__ = [
+    "BatchRecord",
+    "LoaderState",
+    "Order",
+    "PassPosition",
+    "RequestSampler",
+    "Sources",
+    "Watch",
+    "is_list_of_indices",
+]
 
-_BLOCK = 256
-"""Most batches of indices that are sent at once. Blocks grow to it from one, so that the first batch comes soon."""
+_END = object()  # not None, which a user's sampler may yield
 
 # They draw from a global generator for their first index only, whatever happens between the batches.
 _DRAW_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
+class SourceStates(TypedDict):
+    """What the order of a loader depends on beside the order's stream."""
+
+    generators: list[Tensor]  # the states of the loader's own generators
+    samplers: list[object]  # the states of its stateful samplers
+
+
+class Sources:
+    """The loader's own generators and stateful samplers."""
+
+    def __init__(self, loader: object) -> None:
+        # By identity: `DataLoader(shuffle=True, generator=g)` gives its RandomSampler the same generator.
+        generators: dict[int, torch.Generator] = {}
+        for part in loader_parts(loader):
+            generator = getattr(part, "generator", None)
+            if isinstance(generator, torch.Generator):
+                generators[id(generator)] = generator
+        self._generators = list(generators.values())
+        self._samplers: list[Stateful] = [
+            sampler for sampler in loader_samplers(loader) if hasattr(sampler, "load_state_dict")
+        ]
+
+    def states(self) -> SourceStates:
+        """Return the states, copied: a sampler may return the very dict that it changes."""
+        return SourceStates(
+            generators=[generator.get_state() for generator in self._generators],
+            samplers=[copy.deepcopy(sampler.state_dict()) for sampler in self._samplers],
+        )
+
+    def load(self, states: SourceStates) -> None:
+        """Set the states."""
+        # Not strict: the loader of a resumed run may have fewer. If that changes the order, the digests differ.
+        for generator, state in zip(self._generators, states["generators"], strict=False):
+            generator.set_state(state)
+        for sampler, sampler_state in zip(self._samplers, states["samplers"], strict=False):
+            sampler.load_state_dict(copy.deepcopy(sampler_state))
+
+
 class LoaderState(TypedDict):
-    """What a checkpoint holds of a loader: what determines the pass in progress, and how far training is in it."""
+    """What a checkpoint holds of a loader: where the pass in progress began, and how far training is in it."""
 
-    snapshots: dict[str, Snapshot]  # what the pass drew from, by moment; none after a complete epoch
-    samplers: list[object]  # the states of stateful samplers before the pass
-    now: Snapshot  # what the resumed run goes on drawing from
-    batches: int  # loader batches of the pass that were stepped on
+    passes: int  # that began before it
+    sources: SourceStates  # where it began; of now, if no pass is in progress
+    order: RandomState | None  # the order's stream where it began; None if no pass is in progress
+    asked: int  # batches that were asked for, perhaps ahead of training
+    batches: int  # loader batches that were stepped on
     digest: str  # of the digests of these batches
-
-
-def loader_state(saved: Mapping[str, Any]) -> LoaderState:
-    """Return what a checkpoint holds of a loader, which 0.1.0 wrote in another form."""
-    if "passes" not in saved:
-        return cast("LoaderState", saved)
-    # 0.1.0 listed the passes in progress, at most one, and none after a complete epoch.
-    snapshots: dict[str, Snapshot] = {}
-    samplers = saved["objects"]
-    if saved["passes"]:
-        snapshots = saved["passes"][0]["snapshots"]
-        samplers = saved["passes"][0]["objects"]
-    return LoaderState(
-        snapshots=snapshots,
-        samplers=samplers,
-        now=Snapshot(random=saved["random"], generators=saved["generators"]),
-        batches=saved["batches"],
-        digest=saved["digest"],
-    )
 
 
 class PassPosition(NamedTuple):
@@ -78,207 +112,268 @@ class BatchRecord(NamedTuple):
     after: PassPosition
 
 
-class Order:
-    """The order of one pass over a loader. Making it is a collective operation.
+class Watch(NamedTuple):
+    """What the first batch of a run is asked for, beside what ranks train on."""
 
-    `record` is called for each loader batch in turn, and `finish` at the end of the pass.
+    compares_parts: bool = False  # this rank also collates it as a whole, and compares that with its parts
+    requires_streams: bool = False  # a sample must be the same when it is loaded twice from one stream
+
+
+class Order:
+    """The order of one pass over a loader.
 
     Args:
         loader: The user's loader.
+        split: How its batches are cut.
         world: The ranks that read it.
-        state: Where a pass to be repeated has begun, and how many batches to pass over; None for a new pass. What a
-            new pass draws from is written into its snapshots, which all passes from this state share.
-        shared: Whether all ranks read the same batches; else each rank reads its own samples.
+        stream: The order's stream of the run.
+        place: The place of the pass in the run.
+        resumed: Where a pass to be repeated began, and how many batches to pass over; None for a new pass.
+        watch: What the first batch of a run is asked for; None for nothing.
 
     Attributes:
         start: Where training begins in the pass: loader batches before it are passed over.
         position: Where reading is.
+        asked: Batches that the sampler, or the reader of a stream, was asked for.
         pending: The records of the batches whose indices were asked for, and which are still to come from the loader.
-        draws: The random stream of the pass.
-        sampler_states: The states of stateful samplers before the pass.
+        began: The order's stream where the pass began.
+        sources_began: The loader's own generators and samplers there.
+        place: As the argument.
     """
 
-    def __init__(self, loader: object, world: World, state: LoaderState | None, *, shared: bool) -> None:
-        self.world = world
-        self._shared = shared
-        self._has_length = length_of(loader) < math.inf
-        self._hash = blake2b(digest_size=16)  # of the digests of the batches so far
+    def __init__(
+        self,
+        loader: object,
+        split: Split,
+        world: World,
+        stream: OrderStream,
+        place: PassPlace,
+        resumed: LoaderState | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        self.place = place
         self.start = PassPosition(0, "")
         self.position = PassPosition(0, "")
+        self.asked = 0
         self.pending: deque[BatchRecord] = deque()
+        self.has_length = length_of(loader) < math.inf
+        self._split = split
+        self._world = world
+        self._stream = stream
+        self._watch = watch
+        self._requires_streams = watch is not None and watch.requires_streams
+        self._hash = blake2b(digest_size=16)  # of the digests of the batches so far
+        self._reached: PassPosition | None = None  # what `start` must be, once the pass is there
+        self._asked_before = 0  # batches that the run before had asked for: so far the stream repeats its draws
+        self._now: RandomState | None = None  # where the stream goes on after that
         sources = Sources(loader)
-        snapshots: dict[str, Snapshot] = {}
-        if state is not None:
-            self.start = PassPosition(state["batches"], state["digest"])
-            snapshots = state["snapshots"]
-            sources.load_generators(state["now"]["generators"])
-            sources.load_samplers(state["samplers"])
-        self.sampler_states = sources.sampler_states()
-        self.draws = PassDraws(world, sources, snapshots, shared=shared)
-        self.draws.begin()
+        if resumed is not None:
+            sources.load(resumed["sources"])
+            if resumed["order"] is not None:
+                self.start = PassPosition(resumed["batches"], resumed["digest"])
+                self._asked_before = resumed["asked"]
+                self._now = stream.state
+                stream.state = resumed["order"]
+        self.began = stream.state
+        self.sources_began = sources.states()
+        self._resumes = self.start.batches > 0
 
-    def drawing(self) -> AbstractContextManager[None]:
-        """Draw from the random stream of the pass inside."""
-        # While batches are passed over, the own state is the one to resume, which has moved on with them already.
-        passes_over = self.position.batches < self.start.batches
-        return self.draws.drawing(apart=passes_over)
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Draw from the order's stream within the context."""
+        with self._stream.drawing(apart=self._now is not None):
+            yield
+        self.settle()
+
+    def settle(self) -> None:
+        """Have the stream go on from where it was when the checkpoint was saved, once its draws are repeated.
+
+        Beside the pass, the seeds of validation loaders are drawn from it.
+        """
+        if self._now is not None and self.asked >= self._asked_before and not self._stream.is_drawing:
+            self._stream.state = self._now
+            self._now = None
+
+    def key(self, piece: Piece) -> bytes | None:
+        """Return the key of the stream from which a piece of the next batch is loaded; None where nothing is cut."""
+        if not self._split.cuts:
+            return None
+        return self.place.key(self.position.batches, piece, self._split.rank)
+
+    def request(self, indices: Any) -> Request | None:
+        """Return what this rank loads of the batch that a sampler yields next; None if it is passed over."""
+        self.asked += 1
+        if is_list_of_indices(indices):
+            return self._request_of_list(list(indices))
+        # What stands for a batch that is ready made. Its rows are known once it is loaded.
+        key = None
+        if self._split.cuts:
+            key = stream_key(
+                self.place.seed, "load a batch", self.place.loader, self.place.number, self.position.batches
+            )
+        number = self.position.batches
+        record = self.record(data_digest(indices), _UNKNOWN)
+        if record is None:
+            return None
+        self.pending.append(record)
+        return Request(number, [indices], [key])
+
+    def _request_of_list(self, indices: list[Any]) -> Request | None:
+        chunk = self._split.cut(len(indices))
+        pieces = [indices[piece.start : piece.stop] for piece in chunk.pieces]
+        keys = [self.key(piece) for piece in chunk.pieces]
+        number = self.position.batches
+        record = self.record(data_digest(indices), chunk)
+        if record is None:
+            return None
+        self.pending.append(record)
+        probe = None
+        if self._watch is not None:
+            probe = self._probe(indices, self._watch)
+            self._watch = None
+        return Request(number, pieces, keys, probe)
+
+    def _probe(self, indices: list[Any], watch: Watch) -> Probe:
+        """Return what is loaded of the first batch of the run, beside what ranks train on."""
+        parts: list[list[Any]] = []
+        if watch.compares_parts:
+            for rank in range(self._split.world_size):
+                of_rank = replace(self._split, rank=rank).cut(len(indices))
+                parts.extend(indices[piece.start : piece.stop] for piece in of_rank.pieces if piece.samples > 0)
+        return Probe(indices[0], stream_key(self.place.seed, "load a sample to compare"), parts)
 
     def record(self, digest: bytes, chunk: Chunk) -> BatchRecord | None:
-        """Count the next loader batch; return its record, or None if it is passed over.
-
-        Where all ranks read the same, they compare some batches, a collective operation:
-
-        - of a loader without length, every batch: a rank whose loader ends early and one whose loader goes on meet
-          there, and do not wait for each other forever;
-        - of a loader with a length, batches 1, 2, 4, 8, ...;
-        - the last one that is passed over.
-
-        Raises:
-            RuntimeError: If the batches differ between the ranks, or are not those of the checkpoint.
-        """
+        """Count the next loader batch; return its record, or None if it is passed over."""
         self._hash.update(digest)
         before = self.position
-        number = before.batches + 1
-        self.position = PassPosition(number, self._hash.hexdigest())
-        if number < self.start.batches:
+        self.position = PassPosition(before.batches + 1, self._hash.hexdigest())
+        if before.batches < self.start.batches:
+            if self.position.batches == self.start.batches:
+                self._reached = self.position
             return None
-        if number == self.start.batches:
-            self._compare(f"batch {number}, the last that the checkpoint counts")
-            if self.position != self.start:
-                raise RuntimeError(self._not_resumable("are not those of the checkpoint"))
-            return None
-        is_power_of_2 = number & (number - 1) == 0
-        if is_power_of_2 or not self._has_length:
-            self._compare(f"batch {number}")
         return BatchRecord(chunk, self, before, self.position)
 
-    def finish(self) -> None:
-        """End the pass. A collective operation where all ranks read the same.
+    def require_resumed(self) -> None:
+        """Raise a RuntimeError on all ranks if a resumed pass is not that of the checkpoint. A collective operation.
 
-        Raises:
-            RuntimeError: If the loader ends earlier than on another rank, or than the checkpoint counts.
+        Called once, after the first batch of a pass was read. In a pass that resumes nothing there is no exchange.
         """
-        self._compare(f"the end after batch {self.position.batches}")
-        if self.position.batches < self.start.batches:
-            raise RuntimeError(self._not_resumable(f"are missing, it ends after {self.position.batches}"))
-
-    def _compare(self, what: str) -> None:
-        if not self._shared:
+        if not self._resumes:
             return
-        if not _equal_on_all_ranks(self.world, self._hash.digest()):
-            raise RuntimeError(
-                f"the train loader does not yield the same batches on all ranks: found at {what} of this epoch. Every"
-                " rank takes its part of the same batch. Make dataset and collate_fn independent of the rank, and have"
-                " them draw from the global generators of torch, random or NumPy, which are those of rank 0, or from"
-                " one that is seeded equally on every rank; or, where every rank is to read its own part of the data,"
-                " leave split_batches, equivalent_to and num_replicas out."
-            )
-
-    def _not_resumable(self, found: str) -> str:
+        self._resumes = False
+        found = ""
+        if self._reached is None:
+            found = f"are missing, it ends after {self.position.batches}"
+        elif self._reached != self.start:
+            found = "are not those of the checkpoint"
+        of_ranks = self._world.gather_integers([bool(found)])
+        if not any(differs for (differs,) in of_ranks):
+            return
         batches = self.start.batches
-        return (
+        raise RuntimeError(
             f"the checkpoint was saved after {batches} batches of its epoch, but the first {batches} batches of the"
-            f" train loader {found}: going on would train on some samples twice and on others never. Resume with the"
-            " dataset, batch size and sampler of that run. A sampler whose order does not come from `generator=` or the"
-            " global random state needs methods `state_dict` and `load_state_dict`. Or resume from a checkpoint of the"
-            " end of an epoch."
+            f" train loader {found or 'differ on another rank'}: going on would train on some samples twice and on"
+            " others never. Resume with the dataset, batch size and sampler of that run. A sampler whose order does not"
+            " come from `generator=` or the global random state needs methods `state_dict` and `load_state_dict`. Or"
+            " resume from a checkpoint of the end of an epoch."
         )
 
+    def compare(self, position: PassPosition, probed: Probed | None = None, *, what: str = "") -> None:
+        """Raise a RuntimeError on all ranks if they have not read the same up to a position. A collective operation.
 
-class _Block(NamedTuple):
-    """What rank 0 sends of its sampler at once."""
+        Args:
+            position: How far all ranks are.
+            probed: What this rank found out by loading a sample that all ranks load.
+            what: What messages call the position; batch N if empty.
+        """
+        sample = 0
+        is_stable = 1
+        if probed is not None:
+            sample = _as_integer(probed.first)
+            is_stable = int(probed.first == probed.again)
+        order = _as_integer(bytes.fromhex(position.digest))
+        rows = self._world.gather_integers([order, position.batches, sample, is_stable])
+        if len({(order, batches) for order, batches, _, _ in rows}) > 1:
+            what = what or f"batch {position.batches}"
+            raise RuntimeError(
+                f"the train loader does not yield the same batches on all ranks: found at {what} of this epoch. Every"
+                " rank takes its part of the same batch. Make dataset, sampler and collate_fn independent of the rank,"
+                " and of the order of a set, and have them draw from the global generators of torch, random or NumPy, or"
+                " from one that is seeded equally on every rank; or, where every rank is to read its own part of the"
+                " data, leave split_batches, equivalent_to and num_replicas out."
+            )
+        samples_are_stable = all(stable for _, _, _, stable in rows)
+        if not samples_are_stable and self._requires_streams:
+            raise RuntimeError(
+                "a sample that the dataset loads twice from the same random state differs: it draws from a generator of"
+                " its own, or depends on what was loaded before, so reproducible=True cannot give the same bits on"
+                " another number of ranks. Have the dataset draw from the global generators of torch, random or NumPy,"
+                " and let an item depend on its index alone."
+            )
+        # Of a sample that differs between two loads on one rank, nothing is known.
+        if samples_are_stable and len({sample for _, _, sample, _ in rows}) > 1:
+            raise RuntimeError(
+                "the datasets of the ranks differ: the sample of one index is not the same on all of them. Every rank"
+                " loads its part of the same batch, by the same indices. Give every rank the whole dataset, and not a"
+                " part such as data[rank::world_size]; or, where every rank is to read its own part of the data, leave"
+                " split_batches, equivalent_to and num_replicas out."
+            )
 
-    batches: list[list[object]]  # the indices of each loader batch
-    draw: Draw  # what the sampler has drawn for them
-    error: str  # the repr of what it raised after them; empty if nothing
+
+_UNKNOWN = Chunk([], samples=None, batch_samples=0, layout=())
+"""Of a ready-made batch that is not loaded yet."""
 
 
-class SharedIndices:
-    """A batch sampler that yields this rank's part of each batch of rank 0's sampler.
+def is_list_of_indices(indices: object) -> bool:
+    """Return whether what a sampler yields lists the samples of a batch; else it stands for a batch as a whole."""
+    if isinstance(indices, (str, bytes, Mapping)):
+        return False
+    if hasattr(indices, "ndim"):  # a tensor or array
+        return bool(indices.ndim)
+    return isinstance(indices, Iterable)
 
-    The loader that is read, a copy of the user's, has it for its `batch_sampler`. `SplitLoader` sets `order` before it
-    makes an iterator of that loader. Each block of indices is a collective operation: all ranks ask for it, rank 0
-    reads its sampler, and the others take no part in the draw.
+
+def _as_integer(digest: bytes) -> int:
+    # 64 bits do: they guard against mistakes, not against forgery.
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+class RequestSampler:
+    """Stands for the user's batch sampler in the copy of the loader that is read, and asks it for this rank's part.
+
+    Attributes:
+        order: Of the next pass. It is set before an iterator is made: of workers that persist, the loader stays.
     """
 
-    order: Order  # of the next pass
+    order: Order
 
-    def __init__(self, batch_sampler: Any, split: Split) -> None:
-        self._batch_sampler = batch_sampler  # the user's: any iterable with a length, or without
-        self._split = split
-        self._raised: Exception | None = None  # by the sampler of rank 0, on that rank
-        inner = getattr(batch_sampler, "sampler", None)
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler  # the user's: any iterable with a length, or without
+        inner = getattr(sampler, "sampler", None)
         # Exact types: a subclass may draw whenever it likes.
-        self._draws_once = type(batch_sampler) is BatchSampler and type(inner) in _DRAW_ONCE
+        self._draws_once = type(sampler) is BatchSampler and type(inner) in _DRAW_ONCE
 
     def __len__(self) -> int:
-        return len(self._batch_sampler)
+        return len(self._sampler)
 
-    def __iter__(self) -> Iterator[object]:
+    def __iter__(self) -> Iterator[Request]:
         order = self.order
-        batches: Iterator[object] = iter(())
-        if order.world.rank == 0:
-            with order.drawing():  # a sampler may draw when its iterator is made
-                batches = iter(self._batch_sampler)
-        return self._parts(self._batches_of_rank_0(batches, order), order)
+        with order.drawing():  # a sampler may draw when its iterator is made
+            indices = iter(self._sampler)
+        return self._requests(order, indices)
 
-    def _batches_of_rank_0(self, batches: Iterator[object], order: Order) -> Iterator[list[object]]:
-        """Yield the indices of each loader batch, which rank 0 sends to all ranks."""
-        world = order.world
-        if world.rank == 0:
-            order.draws.begin_reading()
-        size = 1
-        read = 0
+    def _requests(self, order: Order, batches: Iterator[Any]) -> Iterator[Request]:
+        has_drawn = False
         while True:
-            block = None
-            if world.rank == 0:
-                block = self._next_block(batches, size, order)
-            block = world.from_first(block)
-            order.draws.follow(block.draw)
-            yield from block.batches
-            if block.error:
-                if self._raised is not None:
-                    raise self._raised
-                raise RuntimeError(f"the batch sampler of rank 0, whose order counts, raised {block.error}")
-            if len(block.batches) < size:
-                return
-            read += size
-            # Any other sampler is asked for one batch at a time: it may draw for each, or look at how training goes.
-            if self._draws_once:
-                # Not past the last batch: samplers draw from their generator again if they are asked for one more.
-                size = max(1, min(2 * size, _BLOCK, len(self) - read))
-
-    def _next_block(self, batches: Iterator[object], size: int, order: Order) -> _Block:
-        """Read up to so many batches of rank 0's sampler."""
-        block: list[list[object]] = []
-        error = ""
-        with order.drawing():
-            try:
-                block.extend(_listed(indices) for indices in islice(batches, size))
-            except Exception as raised:  # noqa: BLE001  # the other ranks wait for this block, and raise as well
-                self._raised = raised
-                error = repr(raised)
-        return _Block(block, order.draws.last_draw, error)
-
-    def _parts(self, batches: Iterator[list[object]], order: Order) -> Iterator[list[object]]:
-        """Yield the indices that this rank loads, and pass over batches that were trained on."""
-        for indices in batches:
-            chunk = self._split.cut(len(indices))
-            record = order.record(data_digest(indices), chunk)
-            if record is not None:
-                order.pending.append(record)
-                yield indices[chunk.start : chunk.stop]
-
-
-def _listed(indices: Any) -> list[Any]:
-    """Return the indices of a batch, which a sampler yields as a tensor, a list or any iterable, as a list."""
-    if isinstance(indices, Tensor):
-        listed: list[Any] = indices.tolist()
-        return listed
-    return list(indices)
-
-
-def _equal_on_all_ranks(world: World, digest: bytes) -> bool:
-    # 64 bits do: they guard against mistakes, not against forgery.
-    rows = world.gather_integers([int.from_bytes(digest[:8], "little", signed=True)])
-    return all(row == rows[0] for row in rows)
+            drawing: AbstractContextManager[None] = order.drawing()
+            if has_drawn and self._draws_once:
+                drawing = nullcontext()  # reading the states of generators takes 0.1 ms
+            with drawing:
+                indices = next(batches, _END)
+                if indices is _END:
+                    return
+                request = order.request(indices)
+            order.settle()
+            has_drawn = True
+            if request is not None:
+                yield request

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -11,23 +11,37 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from lightning_gradavg._lightning.internals import injects_samplers, set_injection_of_samplers
+from lightning_gradavg._lightning.internals import (
+    BEFORE_TRANSFER,
+    injects_samplers,
+    set_injection_of_samplers,
+)
+from lightning_gradavg._lightning.loaders import LoaderWrapper, user_loader
+from lightning_gradavg._lightning.methods import replaced
 from lightning_gradavg._lightning.options import Options
 from lightning_gradavg._lightning.part import Part, Run, Saved
 from lightning_gradavg._lightning.stand_in import stand_in
-from lightning_gradavg.batches.chunks import STAND_IN, Chunk, Split, cut_pieces
-from lightning_gradavg.batches.order import LoaderState, loader_state
-from lightning_gradavg.batches.progress import FetchRecord, JoinedLoader, Progress, TrainingLoader, join
+from lightning_gradavg._support.random_state import (
+    drawing_from,
+    restore_random_state,
+    stream_key,
+)
+from lightning_gradavg.batches.chunks import STAND_IN, Chunk, Piece, Pieces, Split
+from lightning_gradavg.batches.joined import FetchRecord, JoinedLoader, join
+from lightning_gradavg.batches.loader import compare_at_times
+from lightning_gradavg.batches.order import Watch
+from lightning_gradavg.batches.progress import DataState, Fetched, Progress, TrainingLoader
+from lightning_gradavg.batches.streams import OrderStream, run_seed
 
-__all__ = ["Batches", "ReplicaSlice", "SplitBatches"]
+__all__ = ["Batches", "PieceOfBatch", "SplitBatches"]
 
 
-class ReplicaSlice(NamedTuple):
-    """What one replica computes of the batch in training."""
+class PieceOfBatch(NamedTuple):
+    """What is computed at once of the batch in training."""
 
-    replica: int | None  # its number; None of a stand-in
+    place: int  # among the pieces of this rank
     samples: int  # that count: none of a stand-in
-    batch: Any  # of the user's own type
+    batch: Any  # of the user's own type; of several pieces, still to be moved to the device
 
 
 class _Shortage(NamedTuple):
@@ -40,8 +54,7 @@ class _Shortage(NamedTuple):
 class Batches(Part):
     """Every rank has batches of its own, as in stock DDP, some of them perhaps fewer than others.
 
-    For each batch the strategy calls `on_train_batch_start`, and then the step within `training_step`. A step that
-    takes a `dataloader_iter` fetches its own batch, so its record is found after the step.
+    For each batch the strategy calls `on_train_batch_start`, and then the step within `training_step`.
 
     Attributes:
         joins: Whether some ranks may have fewer batches than others.
@@ -92,9 +105,19 @@ class Batches(Part):
             self._joined_loaders = []
 
     def process_dataloader(self, loader: object) -> object:
-        """Return the training loader, which ends on all ranks at once. A collective operation."""
+        """Return the training loader, which ends on all ranks at once. A collective operation.
+
+        Raises:
+            ValueError: On all ranks, if `training_step` fetches its own batches, and ranks may have fewer than others.
+        """
         joined = join(loader, self.run.world, self.run.device, self.run.loop)
         if isinstance(joined, JoinedLoader):
+            if self.fetches_within:
+                raise ValueError(
+                    "the ranks' train loaders may have different numbers of batches, which a"
+                    " training_step(dataloader_iter) learns too late: it fetches its own. Let training_step take"
+                    " (batch, batch_idx), or give all ranks a loader of the same length."
+                )
             self._joined_loaders.append(joined)
             self.joins = True
         return joined
@@ -104,10 +127,20 @@ class Batches(Part):
         """Whether `training_step` fetches its own batches, as Lightning has it if it takes a `dataloader_iter`."""
         return is_param_in_hook_signature(self.run.module.training_step, "dataloader_iter", explicit=True)
 
+    def drawing_order(self) -> AbstractContextManager[None]:
+        """Return the context in which evaluation loaders draw the seeds of their workers."""
+        return nullcontext()
+
+    def as_evaluated(self, loader: object) -> object:
+        """Return an evaluation loader of the run, if nothing else is to be done with it."""
+        return loader
+
+    def transferring(self, batch: object) -> AbstractContextManager[None]:
+        """Return the context in which a batch is moved to the device."""
+        return nullcontext()
+
     def on_train_batch_start(self) -> None:
-        """Find the record of the batch that arrives, unless the step is still to fetch it."""
-        if self.joins and self.fetches_within:
-            return
+        """Find the record of the batch that arrives."""
         self._arrive(self.run.loop.epoch, self.run.loop.batch_number)
 
     def _arrive(self, epoch: object, number: int) -> None:
@@ -151,47 +184,60 @@ class Batches(Part):
 
     def training_step(self) -> AbstractContextManager[None]:
         """Return the context of a training step, in which a stand-in leaves no trace."""
-        if self.joins and self.fetches_within:
-            return self._fetching()
         if self.has_samples:
             return nullcontext()
         return stand_in(self.run.module)
 
-    @contextmanager
-    def _fetching(self) -> Iterator[None]:
-        """Run a training step that fetches its own batch, and refuse it if a rank had none left."""
-        with nullcontext() if self.has_samples else stand_in(self.run.module):
-            yield
-        self._arrive(self.run.loop.epoch, self.run.loop.batch_number)
-        if self.missing > 0:
-            raise RuntimeError(
-                f"{self.missing} of {self.run.world.size} ranks have no more batches, which a"
-                " training_step(dataloader_iter) learns too late: it fetches its own. Let training_step take"
-                " (batch, batch_idx), or give all ranks the same number of batches."
-            )
+    def pieces(self, batch: Any) -> list[PieceOfBatch]:
+        """Return the pieces of this rank's batch in training, in the order in which they are computed."""
+        samples = 1 if self.has_samples else 0
+        return [PieceOfBatch(0, samples, batch)]
+
+    def computing(self, what: str, piece: PieceOfBatch) -> AbstractContextManager[None]:
+        """Return the context in which a piece of the batch in training is computed, from the stream of that piece.
+
+        Args:
+            what: What is done, such as "forward"; each has a stream of its own.
+            piece: The piece.
+        """
+        return nullcontext()
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Return the context of the backward that Lightning runs, that of the last piece of the batch in training."""
+        return nullcontext()
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
         """Save that there are no loaders to resume."""
-        saved["loaders"] = None
+        saved["data"] = None
 
 
 class SplitBatches(Batches):
-    """Splits the training loaders of a run.
+    """Splits the training loaders of a run, and has each piece of a batch draw from its own stream.
 
     The calls come in this order: `load`, in a resumed run; `configure_ddp`; for each time that Lightning prepares the
-    training loaders, `prepare_loaders` and `process_dataloader` for each; `on_train_start`; then as in `Batches`.
+    training loaders, `prepare_loaders` and `process_dataloader` for each; `on_train_start`; then for each batch
+
+    1. Lightning reads it, and calls the module's hook before the transfer, through `_before_transfer`;
+    2. the strategy moves it to the device within `transferring`; several pieces stay where they are;
+    3. `on_train_batch_start`;
+    4. `pieces`, and for each of them `moved` and `computing`.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, to_device: Callable[[Any], Any]) -> None:
+        """Split by the strategy's options; `to_device` moves a batch with the user's hooks."""
         self._options = options
+        self._to_device = to_device
         self._user_injects_samplers: bool | None = None  # the Trainer's option; None of a run that does not train
-        self._states: Sequence[LoaderState] | None = None  # of a checkpoint, until training begins
+        self._loaded: DataState | None = None  # of a checkpoint, until a batch is trained on
         self._loaders: list[TrainingLoader] = []
+        self._progress: Progress | None = None  # once the first training loader is processed
+        self._replaced = ExitStack()  # the module's hook before the transfer
 
     def setup(self, run: Run) -> None:
-        """Forget an earlier run, but keep the states of a checkpoint: `load` may come before."""
+        """Forget an earlier run, but keep the state of a checkpoint: `load` may come before."""
         super().setup(run)
         self._loaders = []
+        self._progress = None
 
     def configure_ddp(self, run: Run) -> None:
         """Begin to split the loaders of a run that trains."""
@@ -206,10 +252,10 @@ class SplitBatches(Batches):
             run.world.size,
             replicas=self._options.shaping_replicas(run.world.size),
             max_samples=self._options.max_device_batch_size,
-            whole=self._options.replicated,
         )
-        self._progress = Progress(run.loop)
         self._user_injects_samplers = injects_samplers(run.trainer)
+        self._user_hook = getattr(run.module, BEFORE_TRANSFER)
+        self._replaced.enter_context(replaced(run.module, BEFORE_TRANSFER, self._before_transfer))
 
     def prepare_loaders(self, stage: str) -> None:
         """Turn off sampler injection while Lightning prepares the training loaders, and on again for others.
@@ -224,13 +270,55 @@ class SplitBatches(Batches):
 
     def process_dataloader(self, loader: object) -> TrainingLoader:
         """Return a training loader of this rank's parts of the batches. A collective operation."""
-        split = TrainingLoader(loader, self._split, self.run.world, self._progress)
-        index = len(self._loaders)
-        if self._states is not None and index < len(self._states):
-            split.load_state_dict(self._states[index])
+        if self._progress is None:
+            self._progress = self._begin_progress()
+        position = len(self._loaders)
+        split = TrainingLoader(loader, self._split, self.run.world, self._progress, position=position)
+        if self._loaded is not None and position < len(self._loaded["loaders"]):
+            split.load_state_dict(self._loaded["loaders"][position])
         self._loaders.append(split)
         rank_zero_info(f"GradAvgStrategy: {split.describe()}")
         return split
+
+    def _begin_progress(self) -> Progress:
+        """Return the progress of a run, once for all its loaders. A collective operation."""
+        world = self.run.world
+        stream = None
+        if self._loaded is not None:
+            seed = self._loaded["seed"]
+            stream = OrderStream(self._loaded["order"])
+        else:
+            seed = run_seed(world)
+        watch = Watch(
+            # The run to reproduce collates whole batches. One rank says so for all.
+            compares_parts=self._options.preset is not None and self._split.cuts and world.rank == 0,
+            requires_streams=self._options.reproducible,
+        )
+        return Progress(self.run.loop, seed, stream, watch, world)
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run is, once its first training loader is processed."""
+        assert self._progress is not None, "no training loader is processed yet"
+        return self._progress
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of all keyed streams; None before the first training loader is processed."""
+        return None if self._progress is None else self._progress.seed
+
+    def drawing_order(self) -> AbstractContextManager[None]:
+        """Return the context in which evaluation loaders draw the seeds of their workers: from the order's stream.
+
+        One stock process draws them, and the order of training, from one state.
+        """
+        if self._progress is None or not self._progress.has_order:
+            return nullcontext()
+        return self._progress.order.drawing()
+
+    def as_evaluated(self, loader: object) -> object:
+        """Return an evaluation loader of the run that draws the seed of its workers from the order's stream."""
+        return SeededByOrder(user_loader(loader), self.drawing_order)
 
     def on_train_start(self) -> None:
         """Begin training, with the loaders set up and the progress of a checkpoint restored.
@@ -238,12 +326,12 @@ class SplitBatches(Batches):
         Raises:
             ValueError: If the checkpoint is of the middle of an epoch of several loaders.
         """
-        self._progress.draws.end_set_up()
-        states = self._states
-        self._states = None
-        if states is None:
+        if self._loaded is None:
             return
-        within_epoch = [state["batches"] for state in states if state["snapshots"]]
+        # Not before: Lightning makes and drops iterators of loaders, which draw. In the run that goes on, nothing does.
+        restore_random_state(self._loaded["own"])
+        states = self._loaded["loaders"]
+        within_epoch = [state["batches"] for state in states if state["order"] is not None]
         # A checkpoint in the first window of an epoch counts no batch: the epoch begins anew, with all its loaders.
         if any(within_epoch) and max(len(states), len(self._loaders)) > 1:
             raise ValueError(
@@ -259,19 +347,93 @@ class SplitBatches(Batches):
             batch = within_epoch[0]
         loop.restart_at(batch)
 
+    def _fetched(self, number: int) -> list[Fetched | None]:
+        """Return what is known of the batch of a number in this epoch, of each loader; None where it has no more."""
+        epoch = self.run.loop.epoch
+        return [loader.records.get(epoch, number) for loader in self._loaders]
+
+    def _before_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        """Stand for the module's hook before a batch is moved. Of several pieces, `moved` calls it for each."""
+        if not self.run.trainer.training:
+            return self._user_hook(batch, dataloader_idx)
+        pieces = self._pieces_of_loaders(batch)
+        if pieces is not None:
+            return pieces
+        with self._transferring("before the transfer", self._arriving_piece(0)):
+            return self._user_hook(batch, dataloader_idx)
+
+    def _pieces_of_loaders(self, batch: Any) -> Pieces | None:
+        """Return the pieces of a batch, each in the structure of the loaders; None if the batch is one piece."""
+        structure = self.run.loop.structure
+        try:
+            of_loaders = structure.flatten_up_to(batch)
+        except ValueError:
+            return None  # a user has another batch moved
+        counts = {len(part) for part in of_loaders if isinstance(part, Pieces)}
+        if not counts:
+            return None
+        fetched = [of_loader for of_loader in self._fetched(self.run.loop.ready) if of_loader is not None]
+        _require_same_layout([of_loader.read.record.chunk for of_loader in fetched])
+        (count,) = counts
+        pieces = Pieces()
+        for index in range(count):
+            # A loader that has no more yields None.
+            parts = [part[index] if isinstance(part, Pieces) else part for part in of_loaders]
+            pieces.append(structure.unflatten(parts))
+        return pieces
+
+    def transferring(self, batch: object) -> AbstractContextManager[None]:
+        """Return the context in which Lightning has a batch moved, and with it the user's hooks."""
+        if not self.run.trainer.training:
+            return nullcontext()
+        return self._transferring("transfer", self._arriving_piece(0))
+
+    def _arriving_piece(self, index: int) -> Piece | None:
+        """Return a piece of the batch that Lightning moves; None if a user has another one moved."""
+        for of_loader in self._fetched(self.run.loop.ready):
+            if of_loader is not None:
+                return of_loader.read.record.chunk.pieces[index]
+        return None
+
+    def _transferring(self, what: str, piece: Piece | None) -> AbstractContextManager[None]:
+        if piece is None:
+            return nullcontext()
+        return drawing_from(self._key(what, piece, self.run.loop.total_ready), self.run.device)
+
+    def _key(self, what: str, piece: Piece, step: int) -> bytes | None:
+        """Return the key of the stream of a piece; None where nothing is cut.
+
+        Args:
+            what: What is done with it.
+            piece: The piece.
+            step: The number of its batch in the run.
+        """
+        if not self._split.cuts:
+            return None
+        if piece.number is None:
+            return stream_key(self.progress.seed, f"{what} of a stand-in", step, self._split.rank)
+        return stream_key(self.progress.seed, what, step, piece.number)
+
     def _arrive(self, epoch: object, number: int) -> None:
-        records = [loader.records.get(epoch, number) for loader in self._loaders]
-        chunks = [record.chunk for record in records if record is not None]
+        fetched = self._fetched(number)
+        arrived = [of_loader for of_loader in fetched if of_loader is not None]
+        chunks = [of_loader.read.record.chunk for of_loader in arrived]
         _require_same_layout(chunks)
+        for of_loader in arrived:
+            compare_at_times(of_loader.read)
+            probed = of_loader.read.probed
+            if probed is not None and probed.difference:
+                rank_zero_info(_DEPENDS_ON_BATCH.format(probed.difference))
         self.chunk = chunks[0]
         self.shared_samples = self.chunk.batch_samples
-        if self._differ_in_proportion(chunks):
+        if self.chunk.samples is None or self._differ_in_proportion(chunks):
             # No loader's samples weigh a loss over several.
             self.shared_samples = None
             if not self.chunk.stand_in:
                 self.chunk = self.chunk._replace(samples=None)
         self.without_samples = [rank for rank, pieces in enumerate(self.chunk.layout) if pieces == 0]
-        self._progress.arrive(number, self._loaders, records)
+        self.progress.arrive(number, self._loaders, fetched)
+        self._loaded = None
 
     def _differ_in_proportion(self, chunks: Sequence[Chunk]) -> bool:
         """Return whether the ranks' parts of several loaders' batches may differ in proportion.
@@ -284,61 +446,96 @@ class SplitBatches(Batches):
             return False
         return any(size % self._split.chunks != 0 for size in sizes)
 
-    def slices(self, batch: object) -> list[ReplicaSlice]:
-        """Return the pieces of this rank's batch in training, in the order in which they are computed.
-
-        The batch is in the structure of the loaders, as hooks have left it: of several loaders, each piece has a part
-        of each.
-        """
+    def pieces(self, batch: Any) -> list[PieceOfBatch]:
+        """Return the pieces of this rank's batch in training, in the order in which they are computed."""
         chunk = self.chunk
-        assert chunk is not None, "slices() needs a batch that is in training"
-        parts = [batch]
-        # Also on ranks with one piece or a stand-in, if another rank has several: all ranks raise, or none.
-        if max(chunk.layout) > 1:
-            try:
-                parts = self._cut(batch, len(chunk.pieces))
-            except ValueError as error:
-                raise ValueError(
-                    f"training_step gets a batch of type {type(batch).__name__} that is not as the train loader yielded"
-                    f" it, so it cannot be cut into replicas: {error}. Have on_before_batch_transfer and"
-                    " on_after_batch_transfer keep structure and number of samples, or change them in training_step."
-                ) from error
-        return [
-            ReplicaSlice(piece.replica, piece.samples, part) for piece, part in zip(chunk.pieces, parts, strict=True)
-        ]
+        assert chunk is not None, "pieces() needs a batch that is in training"
+        batches = batch if isinstance(batch, Pieces) else [batch]
+        found: list[PieceOfBatch] = []
+        for index, (piece, of_piece) in enumerate(zip(chunk.pieces, batches, strict=True)):
+            found.append(PieceOfBatch(index, piece.samples, of_piece))
+        return found
 
-    def _cut(self, batch: object, pieces: int) -> list[object]:
-        """Cut a batch into so many pieces, each of the same structure."""
-        structure = self.run.loop.structure
-        of_loaders: list[Sequence[object]] = []
-        for part, loader in zip(structure.flatten_up_to(batch), self._loaders, strict=True):
-            if loader.current is None:
-                of_loaders.append([None] * pieces)  # the loader has no more, and its part of the batch is None
-            else:
-                of_loaders.append(cut_pieces(part, loader.current.chunk))
-        return [structure.unflatten(parts) for parts in zip(*of_loaders, strict=True)]
+    def moved(self, piece: PieceOfBatch) -> Any:
+        """Return the batch of one of several pieces on the device, moved by the user's hooks.
+
+        Not before it is computed: the device holds one piece at a time.
+        """
+        assert self.chunk is not None
+        of_chunk = self.chunk.pieces[piece.place]
+        step = self.run.loop.total_ready - 1
+        with drawing_from(self._key("before the transfer", of_chunk, step), self.run.device):
+            batch = self._user_hook(piece.batch, 0)
+        with drawing_from(self._key("transfer", of_chunk, step), self.run.device):
+            return self._to_device(batch)
+
+    def computing(self, what: str, piece: PieceOfBatch) -> AbstractContextManager[None]:
+        """Return the context in which a piece of the batch in training is computed, from the stream of that piece."""
+        assert self.chunk is not None
+        step = self.run.loop.total_ready - 1
+        return drawing_from(self._key(what, self.chunk.pieces[piece.place], step), self.run.device)
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Return the context of the backward that Lightning runs, that of the last piece of the batch in training."""
+        # In manual optimization it runs within `training_step`, perhaps several times.
+        if self.chunk is None or not self.run.module.automatic_optimization:
+            return nullcontext()
+        step = self.run.loop.total_ready - 1
+        return drawing_from(self._key("backward", self.chunk.pieces[-1], step), self.run.device)
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
-        """Save the loaders' states here, and not with Lightning's.
+        """Save where training stands in its data.
 
-        Lightning would load them only within an epoch, and raise if the resumed run has another number of loaders.
+        What Lightning saves of our loaders is dropped: it would load it only within an epoch, and raise if the resumed
+        run has another number of loaders.
         """
-        progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-        saved["loaders"] = progress.pop("combined_loader", None)
+        checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
+        if self._loaded is not None:
+            saved["data"] = self._loaded
+        elif self._progress is None or not self._progress.has_order:
+            saved["data"] = None
+        else:
+            saved["data"] = DataState(
+                seed=self._progress.seed,
+                order=self._progress.order.state,
+                own=self._progress.own_state(self._loaders),
+                loaders=[loader.state_dict() for loader in self._loaders],
+            )
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Keep the states of a checkpoint for the loaders of the next run."""
-        self._states = None
-        # Of a run without `split_batches` there are none.
-        if saved.get("loaders"):
-            self._states = [loader_state(state) for state in saved["loaders"]]
+        """Keep the state of a checkpoint for the next run."""
+        self._loaded = saved.get("data")  # none of a run without `split_batches`
 
     def teardown(self) -> None:
-        """Have Lightning inject samplers as the user has said."""
-        self._states = None
+        """Restore what was replaced."""
+        self._loaded = None
+        self._replaced.close()
         if self._user_injects_samplers is not None:
             set_injection_of_samplers(self.run.trainer, self._user_injects_samplers)
             self._user_injects_samplers = None
+
+
+_DEPENDS_ON_BATCH = (
+    "GradAvgStrategy: collate_fn makes something else of a whole batch than of its parts, found in {}. Every rank"
+    " collates its own samples, so what depends on the other samples of the batch (padding that counts in the loss,"
+    " targets centred by the batch, mixed samples) is not that of one process. Mask the padding, or pad to a fixed"
+    " length; compute what needs the batch in training_step, with gather or global_mean."
+)
+
+
+class SeededByOrder(LoaderWrapper):
+    """An evaluation loader that draws the seed of its workers from the order's stream, and the rest as it does."""
+
+    def __init__(self, loader: Any, drawing: Callable[[], AbstractContextManager[None]]) -> None:
+        super().__init__(loader, shared=False)
+        self._drawing = drawing
+
+    def __iter__(self) -> Iterator[Any]:
+        with self._drawing():
+            return iter(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
 
 
 def _require_same_layout(chunks: Sequence[Chunk]) -> None:

@@ -3,25 +3,46 @@
 The batches stay whole, and of every `world_size` of them, which make up a *round*, each rank takes one. So each batch
 is the one that a single process would see, nothing is repeated, and there are as many rounds as with
 `DistributedSampler`: ceil(ceil(N / B) / W) = ceil(ceil(N / W) / B). The last round may have fewer batches than ranks.
+
+Each batch is loaded, moved and evaluated from a random stream of its own, which names no rank (`EvaluationStreams`). So
+what is logged does not depend on the number of ranks, and evaluation never moves the random state of training.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
 from hashlib import blake2b
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_gradavg._lightning.internals import cloned, within_notes
+from lightning_gradavg._lightning.internals import forget_noted_indices
 from lightning_gradavg._lightning.loaders import LoaderWrapper, Shows
 from lightning_gradavg._support.collectives import World
+from lightning_gradavg._support.random_state import (
+    RandomState,
+    drawing_from,
+    random_state,
+    restore_random_state,
+    seed_generators,
+    seeded,
+)
 from lightning_gradavg._support.tree import data_digest
+from lightning_gradavg.batches.cut import LoadedBatch, Request, indices_copy
+from lightning_gradavg.batches.loader import Reading, reading_of
+from lightning_gradavg.batches.order import is_list_of_indices
+from lightning_gradavg.batches.streams import OrderStream
 
-__all__ = ["EvaluationLoader", "StreamRecord", "require_each_once"]
+__all__ = ["EvaluationLoader", "EvaluationStreams", "StreamKey", "StreamRecord", "require_each_once"]
+
+_END = object()  # not None, which a user's loader may yield
+_MANY = 2**32
+"""More batches than a rank evaluates: numbers of batches that ranks have to themselves begin at multiples of it."""
 
 
 def _length_of_share(length: int, rank: int, world_size: int) -> int:
@@ -29,49 +50,81 @@ def _length_of_share(length: int, rank: int, world_size: int) -> int:
     return len(range(rank, length, world_size))
 
 
-class _DealtIndices(Shows):
-    """This rank's share of what a sampler yields. In a copy of the loader it stands in the sampler's place."""
+StreamKey: TypeAlias = Callable[..., bytes | None]
+"""Returns the key of the stream of something in a loader, such as `("step", number of the batch)`.
 
-    def __init__(self, sampler: Any, limit: int | None, world: World) -> None:
+None where a user looks at the data outside of evaluation: then nothing but the process's own state is drawn from.
+"""
+
+
+class EvaluationStreams:
+    """The random streams of the passes over evaluation loaders.
+
+    A loader's iterator calls `enter` with each batch that it yields: from there to the next batch, hooks, transfer and
+    step draw from the batch's stream. `restore` ends the pass.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._own: RandomState | None = None  # the process's own state, within a pass
+        self._own_of_device: Any = None
+
+    def enter(self, key: bytes | None) -> None:
+        """Draw from the stream of a key from here on; without a key, change nothing."""
+        if key is None:
+            return
+        on_accelerator = self._device.type != "cpu"
+        if self._own is None:
+            self._own = random_state()
+            if on_accelerator:
+                self._own_of_device = getattr(torch, self._device.type).get_rng_state()
+        seed_generators(key, self._device)
+
+    def restore(self) -> None:
+        """Return to the process's own state, at the end of a pass."""
+        if self._own is None:
+            return
+        restore_random_state(self._own)
+        if self._own_of_device is not None:
+            getattr(torch, self._device.type).set_rng_state(self._own_of_device)
+        self._own = None
+        self._own_of_device = None
+
+
+class _DealtSampler(Shows):
+    """This rank's share of what a sampler yields. In a copy of the loader it stands in the sampler's place.
+
+    Attributes:
+        digest: Of all that the sampler yielded in the pass that runs, or ran last.
+    """
+
+    def __init__(self, sampler: Any, limit: int | None, world: World, key: StreamKey) -> None:
         """Deal what a sampler yields, or its first `limit` items."""
         super().__init__(sampler)
         self._limit = limit
         self._world = world
+        self._key = key
+        self.digest = b""
 
-    def __iter__(self) -> Iterator[Any]:
-        # `limit_*_batches` counts the batches of the loader, so it comes before they are dealt.
-        indices: Iterator[Any] = islice(self._shown, self._limit)
-        sampler = self._shown
-        if type(sampler) is BatchSampler:
-            sampler = sampler.sampler
-        # These two types exactly: a subclass may draw. A sequence is the same on all ranks, without an exchange.
-        if type(sampler) is not SequentialSampler:
-            indices = self._indices_of_first_rank(indices)
-        return islice(indices, self._world.rank, None, self._world.size)
-
-    def _indices_of_first_rank(self, indices: Iterator[Any]) -> Iterator[Any]:
-        """Yield rank 0's indices. A collective operation, when the first is asked for.
-
-        They may be drawn from a generator that differs between the ranks. Every rank draws its own, so that its
-        generator moves on as on one process. A generator function draws when the loader asks for the first batch, as on
-        one process: before that the loader itself draws, the seed of its workers.
-        """
-        yield from self._world.from_first(list(indices))
+    def __iter__(self) -> Iterator[Request]:
+        # All ranks ask their samplers from one stream, so all have the same order. It is drawn at once: between
+        # the batches other streams are drawn from. `limit_*_batches` counts batches before they are dealt.
+        with drawing_from(self._key("order")):
+            batches = list(islice(self._shown, self._limit))
+        self.digest = data_digest(batches)
+        noted = forget_noted_indices(self._shown)
+        for number in range(self._world.rank, len(batches), self._world.size):
+            indices = batches[number]
+            noted.append(indices)
+            if is_list_of_indices(indices):
+                indices = list(indices)
+            yield Request(number, [indices], [self._key("load", number)])
 
     def __len__(self) -> int:
         length = len(self._shown)
         if self._limit is not None:
             length = min(length, self._limit)
         return _length_of_share(length, self._world.rank, self._world.size)
-
-
-def _dealt_copy(loader: DataLoader[Any], limit: int | None, world: World) -> DataLoader[Any]:
-    """Return a copy of a map-style loader with its sampler dealt. It runs no constructor of the user's."""
-    name = "batch_sampler"
-    if loader.batch_sampler is None:  # `DataLoader(batch_size=None)`: each index is a batch
-        name = "sampler"
-    dealt = within_notes(getattr(loader, name), lambda sampler: _DealtIndices(sampler, limit, world))
-    return cloned(loader, **{name: dealt})
 
 
 class _Reading(Enum):
@@ -83,10 +136,10 @@ class _Reading(Enum):
 
 
 class StreamRecord(NamedTuple):
-    """What a rank has read of a stream in a pass. It is the same on all ranks if they read the same batches."""
+    """What a rank has read in a pass, of which it evaluates a part."""
 
-    rounds: int
-    digest: bytes  # of all batches
+    rounds: int  # of a stream; 0 where indices are dealt
+    digest: bytes  # of all batches, or of all indices
 
 
 class EvaluationLoader(LoaderWrapper):
@@ -98,38 +151,60 @@ class EvaluationLoader(LoaderWrapper):
     | a `DataLoader` of a map-style dataset          | a copy with a dealt sampler   | as it says     |
     | any other, a *stream*: all ranks read the same | the loader, and keeps a share | need not be so |
 
+    A subclass of `DataLoader` with an `__iter__` of its own is a stream: it may read ahead, or ask its sampler when it
+    likes.
+
     Attributes:
         lengths: Each rank's number of batches to evaluate; None if some rank does not know.
         ranks_without_batch: The ranks that will have no batch, as far as lengths tell.
-        stream_record: What this rank has read of a stream in the pass that runs, or ran last.
         is_empty: Whether this rank has no batch in that pass: known from the start, or at its end.
         is_dealt: Whether the batches are dealt; if not, the user shares out the data.
     """
 
-    def __init__(self, loader: Any, world: World, *, is_dealt: bool, counts: Sequence[float]) -> None:
+    is_dealt: bool
+    lengths: list[int] | None
+    is_empty: bool
+    ranks_without_batch: list[int]
+
+    def __init__(
+        self,
+        loader: Any,
+        world: World,
+        streams: EvaluationStreams,
+        key: StreamKey,
+        drawing_order: Callable[[], AbstractContextManager[None]],
+        *,
+        is_dealt: bool,
+        counts: Sequence[float],
+    ) -> None:
         """Take this rank's batches of a loader.
 
         Args:
             loader: The user's loader.
             world: The ranks.
+            streams: The streams of the run's passes.
+            key: The keys of this loader's streams.
+            drawing_order: The context in which seeds of workers are drawn, as one process draws them.
             is_dealt: As the attribute.
             counts: How many batches each rank's loader has, as far as they are to be evaluated; infinity if it does
                 not say. They are equal if the batches are dealt.
         """
-        self._limit = None if counts[world.rank] == math.inf else int(counts[world.rank])
-        read = loader
+        reading = _Reading.DEALT_BATCHES
         if not is_dealt:
-            self._reading = _Reading.OWN
-        elif isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-            self._reading = _Reading.DEALT_INDICES
-            read = _dealt_copy(loader, self._limit, world)
-        else:
-            self._reading = _Reading.DEALT_BATCHES
-        super().__init__(loader, read=read, shown=read, shared=self._reading is _Reading.DEALT_BATCHES)
+            reading = _Reading.OWN
+        elif reading_of(loader) is Reading.INDICES:
+            reading = _Reading.DEALT_INDICES
+        super().__init__(loader, shared=reading is _Reading.DEALT_BATCHES)
+        self._reading = reading
+        self._streams = streams
+        self._key = key
+        self._drawing_order = drawing_order
+        self._limit = None if counts[world.rank] == math.inf else int(counts[world.rank])
+        self._sampler: _DealtSampler | None = None  # of the pass that runs, or ran last
         self.is_dealt = is_dealt
         self._world = world
         self.lengths = self._lengths(counts)
-        self.stream_record = StreamRecord(0, b"")
+        self._stream_record = StreamRecord(0, b"")
         self.is_empty = False
         self.ranks_without_batch: list[int] = []
         if self.lengths is not None and self._reading is not _Reading.DEALT_BATCHES:
@@ -145,6 +220,13 @@ class EvaluationLoader(LoaderWrapper):
         return [int(length) for length in counts]
 
     @property
+    def stream_record(self) -> StreamRecord:
+        """What this rank has read in the pass that runs, or ran last. It is the same on all ranks if their data are."""
+        if self._sampler is not None:
+            return StreamRecord(0, self._sampler.digest)
+        return self._stream_record
+
+    @property
     def uneven(self) -> bool:
         """Whether some rank may have no batch in some step."""
         # A stream may be shorter than it says.
@@ -153,14 +235,66 @@ class EvaluationLoader(LoaderWrapper):
         return len(set(self.lengths)) > 1
 
     def __iter__(self) -> Iterator[Any]:
-        self.stream_record = StreamRecord(0, b"")
+        self._stream_record = StreamRecord(0, b"")
         self.is_empty = self._world.rank in self.ranks_without_batch
-        batches = islice(self._read, self._limit)  # a dealt copy has fewer already
+        read: Any = self.loader
+        if self._reading is _Reading.DEALT_INDICES:
+            read = self._copy_of_pass()
+        with self._drawing_order():
+            # A `DataLoader` draws the seed of its workers here. On one process the order of training follows from it.
+            batches = iter(read)
+        if self._reading is _Reading.DEALT_INDICES:
+            return self._evaluated(self._loaded(batches))
+        # What a reader draws in this process goes on from batch to batch.
+        batches = self._read_apart(islice(batches, self._limit))
         if self._reading is _Reading.DEALT_BATCHES:
-            return self._noting_whether_empty(self._dealt(batches))
+            return self._noting_whether_empty(self._evaluated(self._dealt(batches)))
+        numbered = enumerate(batches, start=self._world.rank * _MANY)
         if self.lengths is None:
-            return self._noting_whether_empty(batches)
-        return batches
+            return self._noting_whether_empty(self._evaluated(numbered))
+        return self._evaluated(numbered)
+
+    def _copy_of_pass(self) -> DataLoader[Any]:
+        """Return the copy of the loader that is read, made anew for each pass unless its workers persist."""
+        if self._copy is not None:
+            copy: DataLoader[Any] = self._copy
+            return copy
+        loader: DataLoader[Any] = self.loader
+        sampler = loader.sampler
+        if loader.batch_sampler is not None:
+            sampler = loader.batch_sampler
+        self._sampler = _DealtSampler(sampler, self._limit, self._world, self._key)
+        copy = indices_copy(loader, self._sampler, worker_init_fn=self.worker_init_fn, seed_of_workers=None)
+        if loader.num_workers > 0 and loader.persistent_workers:
+            self._copy = copy
+        return copy
+
+    def _loaded(self, batches: Iterator[LoadedBatch]) -> Iterator[tuple[int, Any]]:
+        """Yield the batches that this rank loads, each with its number in the loader."""
+        for loaded in batches:
+            (batch,) = loaded.pieces
+            yield loaded.number, batch
+
+    def _read_apart(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield what a loader yields, which draws from a stream of its own as it is read."""
+        key = self._key("read")
+        if key is None:
+            yield from batches
+            return
+        reader = OrderStream(seeded(key))
+        while True:
+            with reader.drawing(apart=True):
+                batch = next(batches, _END)
+            if batch is _END:
+                return
+            yield batch
+
+    def _evaluated(self, numbered: Iterator[tuple[int, Any]]) -> Iterator[Any]:
+        """Yield the batches, each to be evaluated from its own stream."""
+        for number, batch in numbered:
+            self._streams.enter(self._key("step", number))
+            yield batch
+        self._streams.enter(self._key("end"))
 
     def _noting_whether_empty(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches, and note at their end whether there was none."""
@@ -170,23 +304,23 @@ class EvaluationLoader(LoaderWrapper):
             yield batch
         self.is_empty = is_empty
 
-    def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield every `world_size`-th batch of a stream that all ranks read."""
+    def _dealt(self, batches: Iterator[Any]) -> Iterator[tuple[int, Any]]:
+        """Yield every `world_size`-th batch of a stream that all ranks read, with its number."""
         digest = blake2b(digest_size=16)
         rounds = 0
         size = self._world.size
         while size == self._world.size:
             # A round is read to its end before its batch is used: so all ranks have read, and compare, the same part.
             size = 0
-            local_batches: list[Any] = []  # at most one; no other is kept in memory
+            local_batches: list[tuple[int, Any]] = []  # at most one; no other is kept in memory
             for batch in islice(batches, self._world.size):
                 digest.update(data_digest(batch))
                 if size == self._world.rank:
-                    local_batches.append(batch)
+                    local_batches.append((rounds * self._world.size + size, batch))
                 size += 1
             if size > 0:
                 rounds += 1
-            self.stream_record = StreamRecord(rounds, digest.digest())
+            self._stream_record = StreamRecord(rounds, digest.digest())
             yield from local_batches
 
     def __len__(self) -> int:

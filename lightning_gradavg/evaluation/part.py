@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -45,10 +46,12 @@ from lightning_gradavg._lightning.internals import (
 )
 from lightning_gradavg._lightning.loaders import distributed_sampler, is_sharded, length_of, user_loader
 from lightning_gradavg._lightning.methods import replaced
-from lightning_gradavg._lightning.part import Part, Run
+from lightning_gradavg._lightning.part import Part, Run, Saved
 from lightning_gradavg._support.collectives import World
+from lightning_gradavg._support.random_state import stream_key
 from lightning_gradavg._support.text import on_ranks
-from lightning_gradavg.evaluation.dealt import EvaluationLoader, StreamRecord, require_each_once
+from lightning_gradavg.batches.streams import run_seed
+from lightning_gradavg.evaluation.dealt import EvaluationLoader, EvaluationStreams, StreamRecord, require_each_once
 from lightning_gradavg.faults.failure_reports import is_broken_exchange
 
 __all__ = ["Evaluation", "ExactEvaluation", "gathers_lists"]
@@ -149,6 +152,11 @@ class ExactEvaluation(Evaluation):
     `_complete` does for the other stages, and gathers the predictions.
     """
 
+    def __init__(self, drawing_order: Callable[[], AbstractContextManager[None]]) -> None:
+        """Deal the loaders; seeds of workers are drawn within `drawing_order`, which keeps the order of training."""
+        self._drawing_order = drawing_order
+        self._loaded_seed: int | None = None  # of a checkpoint that the next run resumes
+
     _pass: _Pass | None = None
     _stage: RunningStage  # of the loaders that were prepared last
     _limit: float  # the user's `limit_*_batches` of that stage
@@ -162,6 +170,13 @@ class ExactEvaluation(Evaluation):
         self.prepares = False
         self._injects_samplers = injects_samplers(run.trainer)
         self._pass = None
+        seed = self._loaded_seed
+        if seed is None:
+            seed = run_seed(run.world)
+        self._seed = seed  # of the streams of all batches
+        self._loaded_seed = None
+        self._streams = EvaluationStreams(run.device)
+        self._loaders_of_stage = 0  # that are processed
         self._said: set[str] = set()  # lines about ranks without a batch
         self._changed_options = ExitStack()  # of the Trainer, while it prepares loaders
         self._changed_metrics = ExitStack()  # in a pass
@@ -176,6 +191,7 @@ class ExactEvaluation(Evaluation):
         self.prepares = stage in _STAGES
         if not self.prepares:
             return
+        self._loaders_of_stage = 0
         trainer: Any = self.run.trainer
         self._stage = _STAGES[stage]
         option = f"limit_{stage}_batches"
@@ -197,7 +213,7 @@ class ExactEvaluation(Evaluation):
         if sampler is not None:
             require_each_once(sampler, world.size)
         user_shares = is_sharded(loader) or sampler is not None or not self._injects_samplers
-        is_dealt = world.size > 1 and not user_shares
+        is_dealt = not user_shares
         count = limited_batches(self._stage, length_of(loader), self._limit)
         of_ranks: list[tuple[bool, float]] = world.gather_objects((is_dealt, count))
         counts = [count for _, count in of_ranks]
@@ -208,7 +224,33 @@ class ExactEvaluation(Evaluation):
                 " on all ranks; or, where every rank is to evaluate its own data, set `sharded_by_rank = True` on the"
                 " loader or its dataset, or Trainer(use_distributed_sampler=False)."
             )
-        return EvaluationLoader(loader, world, is_dealt=is_dealt, counts=counts)
+        position = self._loaders_of_stage
+        self._loaders_of_stage += 1
+        return EvaluationLoader(
+            loader,
+            world,
+            self._streams,
+            partial(self._key, position),
+            self._drawing_order,
+            is_dealt=is_dealt,
+            counts=counts,
+        )
+
+    def _key(self, position: int, what: str, *number: int) -> bytes | None:
+        """Return the key of a stream of a loader in the pass at hand; None where a user looks at the data."""
+        trainer = self.run.trainer
+        stage = trainer.state.stage
+        if stage is None or not (stage.evaluating or trainer.predicting):
+            return None
+        return stream_key(self._seed, stage.value, trainer.current_epoch, position, what, *number)
+
+    def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
+        """Save the seed, from which all that evaluation draws follows."""
+        saved["evaluation_seed"] = self._seed
+
+    def load(self, saved: Saved) -> None:
+        """Keep the seed of a checkpoint for the next run."""
+        self._loaded_seed = saved.get("evaluation_seed")
 
     def on_evaluation_start(self) -> None:
         """Begin a pass over the loaders, which Lightning's loop has now. A collective operation."""
@@ -369,6 +411,7 @@ class ExactEvaluation(Evaluation):
 
     def on_evaluation_end(self) -> None:
         """End a pass, after its results are computed. A collective operation for predictions."""
+        self._streams.restore()
         self._changed_metrics.close()
         running = self._pass
         if running is not None and running.state is _PassState.STEPS:
@@ -392,7 +435,8 @@ class ExactEvaluation(Evaluation):
             predictions[:] = in_order  # in place: the loop returns this list
 
     def teardown(self) -> None:
-        """Restore options, metrics and loops at the end of the run."""
+        """Restore options, metrics, loops and the random state at the end of the run."""
+        self._streams.restore()
         self._changed_options.close()
         self._changed_metrics.close()
         restore_evaluation_loops(self.run.trainer)

@@ -1,4 +1,4 @@
-"""The outputs of replicas as one: of this rank's pieces, with their mean loss, or of the replicas of all ranks."""
+"""The outputs of a rank's pieces as one, with their mean loss."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from numbers import Number
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gradavg._support.tree import leaves, mapped
-from lightning_gradavg.reduction.gather import gather
-from lightning_gradavg.reduction.zero_loss import zero_loss
 
-__all__ = ["gather_outputs", "join_steps"]
+__all__ = ["join_steps"]
 
 
 def join_steps(outputs: Sequence[Any], samples: Sequence[int], device: torch.device) -> Any:
@@ -67,44 +64,7 @@ def _join(outputs: Sequence[object], device: torch.device) -> object:
         return outputs
 
 
-def gather_outputs(
-    output: Any,
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-    *,
-    counted: bool,
-    numbers: bool,
-    sparse: Sequence[Tensor],
-) -> Any:
-    """Concatenate the outputs of the replicas of all ranks, in rank order. A collective operation.
-
-    All ranks compute the same loss from the result, in `training_step_end`. `gather` brings each row's gradient to the
-    rank that computed the row.
-
-    Args:
-        output: What `training_step` returned on this rank.
-        device: The device of the module.
-        group: The ranks.
-        counted: Whether the samples of this rank count. If not, only the structure of its output is used.
-        numbers: Whether an output may hold a number, which becomes one row, as in `nn.DataParallel`.
-        sparse: The parameters with sparse gradients.
-
-    Raises:
-        ValueError: If the output of this rank has no tensor.
-    """
-    rows = _rows(output, device, numbers=numbers)
-    if not rows:
-        # Not returned as it is: other ranks may have tensors, and would wait in `gather` for this one.
-        raise ValueError(
-            f"training_step returned {output!r:.80}, in which there is no tensor that training_step_end could get from"
-            " all replicas. Return a tensor, or a dict of tensors, on every rank."
-        )
-    if not counted:
-        rows = [_without_rows(tensor, sparse) for tensor in rows]
-    return _with_rows(output, gather(rows, group=group))
-
-
-def _rows(output: object, device: torch.device, *, numbers: bool = True) -> list[Tensor]:
+def _rows(output: object, device: torch.device) -> list[Tensor]:
     """Return the tensors of an output, each with a dimension to concatenate along. Raise a TypeError about others."""
     found: list[Tensor] = []
     for label, leaf in leaves(output):
@@ -116,13 +76,6 @@ def _rows(output: object, device: torch.device, *, numbers: bool = True) -> list
                 " tensors, numbers, None, or dicts, lists and tuples of them from training_step."
             )
         tensor = torch.as_tensor(leaf, device=device)
-        # `nn.DataParallel` would gather such a number of each replica, and a single device has one of the whole batch.
-        if tensor.ndim == 0 and not numbers:
-            raise TypeError(
-                f"output{label} of training_step is one number, which each rank has computed from its own samples: on"
-                " one device it would be computed from all. Return rows, one per sample, and compute it in"
-                " training_step_end."
-            )
         found.append(torch.atleast_1d(tensor))
     return found
 
@@ -137,19 +90,3 @@ def _with_rows(output: Any, rows: Sequence[Tensor]) -> Any:
         return next(remaining)
 
     return mapped(output, next_rows)
-
-
-def _without_rows(tensor: Tensor, sparse: Sequence[Tensor]) -> Tensor:
-    """Return a tensor's first 0 rows, with a graph through which the gather's backward reaches the parameters.
-
-    The other ranks' DDP waits for those parameters. Their gradient is undefined instead of a sum over no rows: 0 times
-    an infinite derivative would be NaN. Where DDP does not take an undefined gradient, which is that of a sparse
-    parameter, it is zero.
-    """
-    empty = tensor[:0]
-    if empty.grad_fn is None:
-        return empty
-    empty.grad_fn.register_prehook(lambda _: (None,))
-    if not sparse:
-        return empty
-    return empty + zero_loss(sparse, {id(parameter) for parameter in sparse})

@@ -67,11 +67,6 @@ def _cut(run: Run, options: Options) -> str:
     return f"num_replicas={replicas} on {ranks} ranks"
 
 
-def _gathers_outputs(run: Run, options: Options) -> bool:
-    """Return whether `training_step_end` gets the outputs of all replicas."""
-    return options.preset is not None and has_step_end(run.module)
-
-
 def _problems_of_several_pieces(run: Run, options: Options, *, static_graph: bool) -> list[str]:
     """Return what a step of several forwards and backwards cannot serve."""
     problems: list[str] = []
@@ -90,33 +85,14 @@ def _problems_of_several_pieces(run: Run, options: Options, *, static_graph: boo
 
 
 def _problems_of_step_end(run: Run, options: Options) -> list[str]:
-    """Return what a loss of the outputs of all replicas cannot be combined with."""
-    if not _gathers_outputs(run, options):
+    """Return that a hook of Lightning 1.x is not called, which took the outputs of all replicas there."""
+    if options.preset is None or not has_step_end(run.module):
         return []
-    problems: list[str] = []
-    ranks = run.world.size
-    replicas = options.num_replicas or ranks
-    if replicas != ranks:
-        problems.append(
-            f"training_step_end with {_cut(run, options)}: each process runs training_step once before the loss of all"
-            " outputs is computed. Use as many processes as replicas, or return each replica's loss from training_step"
-        )
-    if not run.module.automatic_optimization:
-        problems.append(
-            "training_step_end with manual optimization: training_step runs its backward before the outputs are"
-            " gathered. Return the outputs from training_step and the loss from training_step_end instead"
-        )
-    if options.rule.name not in ("mean", "weighted_mean"):
-        problems.append(
-            f"reduction={options.rule.name!r} with training_step_end: it computes the loss of the whole batch, of which"
-            " there are no parts to combine. Leave reduction out"
-        )
-    if options.reproducible:
-        problems.append(
-            "training_step_end: the gradient of one loss of all outputs is summed by autograd in an order that follows"
-            " the ranks. Return the loss of each replica from training_step"
-        )
-    return problems
+    problem = (
+        "training_step_end: Lightning 2 does not call it. Gather the outputs of all ranks, with their gradients, by"
+        " lightning_gradavg.gather in training_step, and compute the loss there"
+    )
+    return [problem]
 
 
 def _problems_of_batch_norm(run: Run, options: Options) -> list[str]:
@@ -126,8 +102,6 @@ def _problems_of_batch_norm(run: Run, options: Options) -> list[str]:
     |-------------------|---------------------------------|-------------------------------------------------------|
     | `"data_parallel"` | a replica                       | if it is synchronized over the ranks                  |
     | `"single_device"` | the whole batch, over all ranks | if a rank computes its samples one part after another |
-
-    `training_step_end` needs the whole batch, too.
     """
     if options.preset is None:
         return []
@@ -144,15 +118,10 @@ def _problems_of_batch_norm(run: Run, options: Options) -> list[str]:
                 " normalizes over its own chunk. Use Trainer(sync_batchnorm=False) and plain batch norm"
             )
         return problems
-    needs_batch = ""
-    if norms:
-        needs_batch = f"batch norm in {', '.join(norms)}"
-    elif _gathers_outputs(run, options):
-        needs_batch = "training_step_end"
-    if options.max_device_batch_size is not None and needs_batch:
+    if options.max_device_batch_size is not None and norms:
         problems.append(
-            f"{_cut(run, options)} with {needs_batch}, which needs the whole batch at once. Leave max_device_batch_size"
-            " out"
+            f"{_cut(run, options)} with batch norm in {', '.join(norms)}, which needs the whole batch at once. Leave"
+            " max_device_batch_size out"
         )
     return problems
 
@@ -166,8 +135,8 @@ def remarks(module: LightningModule, options: Options, *, world_size: int) -> li
     ignored = [f"{stage}_step_end" for stage in stages if has_step_end(module, stage)]
     if ignored:
         found.append(
-            f"{', '.join(ignored)} of Lightning 1.x is not called. Log in the step itself. For training_step_end to get"
-            " the outputs of all replicas, use GradAvgStrategy(equivalent_to='data_parallel')"
+            f"{', '.join(ignored)} of Lightning 1.x is not called. Log in the step itself. For a loss over the outputs"
+            " of all ranks, use lightning_gradavg.gather in training_step"
         )
     drawing = [name for name, layer in module.named_modules() if _draws(layer)]
     if options.one_device and world_size > 1 and drawing:

@@ -9,40 +9,34 @@ its buffers, the module keeps.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
-from hashlib import blake2b
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
-import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_gradavg._lightning.internals import leave_batch_norm_alone
-from lightning_gradavg._lightning.methods import logged_as, replaced
+from lightning_gradavg._lightning.methods import logged_as
 from lightning_gradavg._lightning.options import Options
-from lightning_gradavg._lightning.part import Part, Run, Saved
-from lightning_gradavg._lightning.stand_in import metrics_kept, uncounted
+from lightning_gradavg._lightning.part import Part, Run
+from lightning_gradavg._lightning.stand_in import uncounted
 from lightning_gradavg._support.collectives import World
-from lightning_gradavg._support.random_state import random_state, restore_random_state, seed_generators
 from lightning_gradavg._support.tree import batch_samples, mapped
 from lightning_gradavg.batches.chunks import Chunk
-from lightning_gradavg.batches.part import Batches, ReplicaSlice, SplitBatches
+from lightning_gradavg.batches.part import Batches, PieceOfBatch, SplitBatches
 from lightning_gradavg.evaluation.part import gathers_lists
 from lightning_gradavg.reduction.gather import gather_refused, require_gather_allowed
 from lightning_gradavg.reduction.reduction import Reduction
-from lightning_gradavg.reduction.zero_loss import sparse_weights
 from lightning_gradavg.replicas.batch_norm import count_rows, synchronized_batch_norm
 from lightning_gradavg.replicas.buffers import SharedBuffers
-from lightning_gradavg.replicas.joined import gather_outputs, join_steps
+from lightning_gradavg.replicas.joined import join_steps
 from lightning_gradavg.replicas.log import ReplicaLog, with_sync_dist
-from lightning_gradavg.replicas.obstacles import has_step_end, remarks, require_none
+from lightning_gradavg.replicas.obstacles import remarks, require_none
 
-__all__ = ["OneForward", "Replicas", "Step", "replica_stream"]
+__all__ = ["OneForward", "Replicas", "Step"]
 
 _REFUSED_IN_PIECES = (
     "training_step exchanges values with the other ranks (gather, global_mean, all_gather or a metric), but with"
@@ -58,37 +52,6 @@ class Step(NamedTuple):
     backward: Callable[[], None]  # of the pending loss of a piece that is not the step's last
     reduction: Reduction  # reads the loss and its weight
     batches: Batches  # knows which samples the batch holds
-
-
-@contextmanager
-def replica_stream(seed: int, step: int, replica: int, device: torch.device) -> Iterator[None]:
-    """Within the context, draw from the random stream of a replica and a step; then restore all generators.
-
-    The generators are torch's on the CPU and the device, Python's and NumPy's. Nothing waits for the device. What
-    `torch.utils.checkpoint` recomputes later draws the same numbers from torch, whose states it keeps. For Python and
-    NumPy, enter the context within the function that is recomputed.
-    """
-    # A hash, because a sum such as seed + step + replica repeats.
-    digest = blake2b(f"{seed},{step},{replica}".encode(), digest_size=32).digest()
-    host_seed = digest[:8] + digest[16:]  # 8 bytes for each of torch, Python and NumPy
-    device_seed = int.from_bytes(digest[8:16], "little")
-
-    accelerator: Any = None  # the module of the device's type, such as `torch.cuda`
-    device_state: Tensor | None = None
-    if device.type != "cpu":
-        accelerator = getattr(torch, device.type)
-        device_state = accelerator.get_rng_state()
-    host_state = random_state()
-
-    seed_generators(host_seed)
-    if accelerator is not None:
-        accelerator.manual_seed(device_seed)
-    try:
-        yield
-    finally:
-        restore_random_state(host_state)
-        if accelerator is not None:
-            accelerator.set_rng_state(device_state)
 
 
 class OneForward(Part):
@@ -128,13 +91,33 @@ class OneForward(Part):
 
     def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
         """Run a training step; return its output, whose loss has its weight."""
-        with step.batches.training_step():
+        (piece,) = step.batches.pieces(batch)
+        with step.batches.training_step(), step.batches.computing("forward", piece):
             output = step.forward(batch, *args)
+            self._require_all_samples(piece, batch, output)
             return step.reduction.read(
                 output,
                 self.weight(step.batches.chunk),
                 batch,
                 samples_of_ranks=self.samples_of_ranks(step.batches),
+            )
+
+    def _require_all_samples(self, piece: PieceOfBatch, batch: Any, output: Any) -> None:
+        """Refuse a piece of which `collate_fn` has left samples out, if their number is the weight of its loss."""
+        if not self._options.split_batches or not self._options.rule.uses_weight:
+            return
+        # In manual optimization `manual_backward` has had the weight.
+        if not self.run.module.automatic_optimization or (isinstance(output, Mapping) and "weight" in output):
+            return
+        try:
+            rows = batch_samples(batch)
+        except ValueError:
+            return  # nobody can tell
+        if rows < piece.samples:
+            raise ValueError(
+                f"every tensor of the batch has {rows} rows, but {piece.samples} samples were loaded for it: collate_fn"
+                " has left some out, or the first dimension of the tensors is not that of the samples. So nobody knows"
+                ' how many loss terms it has. Return {"loss": loss, "weight": number of loss terms} from training_step.'
             )
 
     def end_step(self) -> None:
@@ -169,14 +152,10 @@ class Replicas(OneForward):
     _buffers: SharedBuffers
     _buffers_from: World | None  # the ranks that take rank 0's buffers after a step; None if they are equal anyway
     _in_pieces: bool  # whether ranks may run a step different numbers of times
-    _gathers_outputs: bool = False  # whether `training_step_end` gets the outputs of all replicas
-    _sparse: list[Tensor]  # the parameters with sparse gradients
-    _seed: int = 0  # of all replicas' random streams
 
     def __init__(self, options: Options, *, static_graph: bool = False) -> None:
         """Run steps in pieces by the strategy's options."""
         super().__init__(options, static_graph=static_graph)
-        self._loaded_seed: int | None = None  # of a checkpoint that the next run resumes
         self._replacements = ExitStack()
 
     def setup(self, run: Run) -> None:
@@ -200,41 +179,12 @@ class Replicas(OneForward):
         self._log = ReplicaLog(module, run.world, whole=options.preset is not None)
         self._in_pieces = options.in_pieces(run.world.size)
         self._buffers = SharedBuffers(module, in_pieces=self._in_pieces)
-        self._gathers_outputs = options.preset is not None and has_step_end(module)
-        self._sparse = list(sparse_weights(module).values())
-        seed = self._loaded_seed
-        self._loaded_seed = None
-        if seed is None:
-            # `seed_everything` leaves its seed in the environment. Without it, torch's generator has a seed.
-            seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
-        # Rank 0's, as the ranks of a run without a seed differ.
-        self._seed = int(run.world.from_first(seed))
         self._replace_for_training()
-
-    def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
-        """Save the seed, from which all random numbers of training steps follow."""
-        saved["replica_seed"] = self._seed
-
-    def load(self, saved: Saved) -> None:
-        """Keep the seed of a checkpoint for the next run."""
-        self._loaded_seed = saved.get("replica_seed")
-
-    def weight(self, chunk: Chunk | None) -> float | None:
-        """Return the samples of the loss of a step: with `training_step_end`, those of all ranks."""
-        if self._gathers_outputs and chunk is not None:
-            return chunk.batch_samples
-        return super().weight(chunk)
-
-    def samples_of_ranks(self, batches: Batches) -> float | None:
-        """Return the samples of the batch; None with `training_step_end`, where each rank's loss is that of all."""
-        if self._gathers_outputs:
-            return None
-        return super().samples_of_ranks(batches)
 
     def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
         """Run all pieces of a training step; return their joined output, with the loss of the last piece."""
         assert isinstance(step.batches, SplitBatches)
-        pieces = step.batches.slices(batch)
+        pieces = step.batches.pieces(batch)
         outputs: list[Any] = []
         exchanges: AbstractContextManager[None] = nullcontext()
         if self._in_pieces:
@@ -245,7 +195,7 @@ class Replicas(OneForward):
                 for index, piece in enumerate(pieces):
                     self._buffers.begin_piece(index)
                     is_last = index == len(pieces) - 1
-                    outputs.append(self._run_piece(step, piece, args, is_last=is_last))
+                    outputs.append(self._run_piece(step, piece, args, several=len(pieces) > 1, is_last=is_last))
         except BaseException:
             self._buffers.restore()
             raise
@@ -256,103 +206,49 @@ class Replicas(OneForward):
             self.end_step()
         return join_steps(outputs, [piece.samples for piece in pieces], self.run.device)
 
-    def _run_piece(self, step: Step, piece: ReplicaSlice, args: tuple[Any, ...], *, is_last: bool) -> Any:
-        """Run the forward of a piece, and its backward unless it is the last; return what `training_step` returned.
-
-        | the module has      | weight of the loss                      | random numbers of the replica are drawn in |
-        |---------------------|-----------------------------------------|--------------------------------------------|
-        | `training_step_end` | samples of the whole batch              | `training_step`                            |
-        | no such hook        | samples of the piece, if they are known | forward, loss and backward                 |
-        """
+    def _run_piece(
+        self, step: Step, piece: PieceOfBatch, args: tuple[Any, ...], *, several: bool, is_last: bool
+    ) -> Any:
+        """Run the forward of a piece, and its backward unless it is the last; return what `training_step` returned."""
+        batches = step.batches
+        assert isinstance(batches, SplitBatches)
         batch = piece.batch
+        if several:
+            batch = batches.moved(piece)
         if self._options.reproducible:
-            # Kernels choose the order of sums by alignment, and a slice begins wherever the samples before it end.
+            # Kernels choose the order of sums by alignment, which depends on where a batch was loaded.
             batch = mapped(batch, _copied)
         # Under `reproducible` the engine of the run sums the gradients, in its own order.
         reducing: AbstractContextManager[None] = nullcontext()
         if self._options.reproducible or not is_last:
             reducing = self.run.ddp.no_sync()
-        weight = self.weight(step.batches.chunk)
-        batch_of_loss = batch
-        if self._gathers_outputs:
-            module = self.run.module
-            with_step_end = partial(self._run_step_end, module.training_step, piece, step)
-            around = replaced(module, "training_step", with_step_end)
-            batch_of_loss = None  # the loss is that of the whole batch
-        else:
-            around = self._drawing(piece)
-            if weight is not None:
-                weight = piece.samples
-        self._log.samples = piece.samples
-        if weight is None and piece.samples > 0:
-            self._log.samples = _samples_of_several_loaders(piece)
-        count_rows(counted=piece.replica is not None)
-        with reducing, around:
-            output = step.forward(batch, *args)
-            output = step.reduction.read(
-                output,
-                weight,
-                batch_of_loss,
-                samples_of_ranks=self.samples_of_ranks(step.batches),
-                is_last_piece=is_last,
-            )
-            if self.run.loop.skips_backward:
-                return mapped(output, _detached)  # a graph would be kept until the end of the step
-            if not is_last:
-                step.backward()
-        return output
-
-    def _stream(self, replica: int) -> AbstractContextManager[None]:
-        """Draw from the stream of a replica of the loader batch that is in training."""
-        batches_before = self.run.trainer.fit_loop.epoch_loop.total_batch_idx
-        return replica_stream(self._seed, batches_before, replica, self.run.device)
-
-    @contextmanager
-    def _drawing(self, piece: ReplicaSlice) -> Iterator[None]:
-        """Run a piece with its own random numbers. A stand-in leaves no trace in metrics and in what ranks gather.
-
-        A backward after the context may run parts of the forward again.
-        """
-        number = piece.replica
-        if number is None:
-            number = -1 - self.run.world.rank  # no replica's stream
         counting: AbstractContextManager[None] = nullcontext()
         if piece.samples == 0:
             counting = uncounted(self.run.module)
-        with self._stream(number), counting:
-            yield
-
-    def _run_step_end(self, training_step: Callable[..., Any], piece: ReplicaSlice, step: Step, *args: Any) -> Any:
-        """Return what `training_step_end` makes of the outputs of all ranks, the same on every rank.
-
-        It replaces `training_step` for a piece. A collective operation.
-        """
-        module = self.run.module
-        world = self.run.world
-        chunk = step.batches.chunk
-        assert chunk is not None
-        with self._drawing(piece):
-            output = training_step(*args)
-        # One process of one device has no outputs to gather. A replica's number becomes a row, as in DataParallel.
-        if not self._options.one_device or world.size > 1:
-            output = gather_outputs(
-                output,
-                self.run.device,
-                world.group,
-                counted=not chunk.stand_in,
-                numbers=not self._options.one_device,
-                sparse=self._sparse,
-            )
-        step_end: Callable[[Any], Any] = module.training_step_end  # type: ignore[assignment]  # of Lightning 1.x
-        # Every rank has the whole batch now. What is summed over ranks, in logs and metrics, must hold it once.
-        counting: AbstractContextManager[None] = nullcontext()
-        if world.rank == 0:
-            self._log.samples = chunk.batch_samples
-        else:
-            self._log.samples = 0
-            counting = metrics_kept(module)
-        with self._stream(world.size), counting:
-            return step_end(output)
+        weight = self.weight(batches.chunk)
+        self._log.samples = piece.samples
+        if weight is None and piece.samples > 0:
+            self._log.samples = _samples_of_several_loaders(piece, batch)
+        if weight is not None:
+            weight = piece.samples
+        count_rows(counted=piece.samples > 0)
+        with reducing, counting:
+            with batches.computing("forward", piece):
+                output = step.forward(batch, *args)
+                self._require_all_samples(piece, batch, output)
+                output = step.reduction.read(
+                    output,
+                    weight,
+                    batch,
+                    samples_of_ranks=self.samples_of_ranks(batches),
+                    is_last_piece=is_last,
+                )
+            if self.run.loop.skips_backward:
+                return mapped(output, _detached)  # a graph would be kept until the end of the step
+            if not is_last:
+                with batches.computing("backward", piece):
+                    step.backward()
+        return output
 
     def end_step(self) -> None:
         """Make the module's buffers those of the first piece, on all ranks. A collective operation."""
@@ -391,8 +287,6 @@ class Replicas(OneForward):
         replicas = self._options.shaping_replicas(self.run.world.size)
         if replicas is not None:
             text += f"; {replicas} replicas"
-        if self._gathers_outputs:
-            text += ", training_step_end gets all outputs"
         return text
 
     def teardown(self) -> None:
@@ -409,13 +303,13 @@ def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
-def _samples_of_several_loaders(piece: ReplicaSlice) -> int:
+def _samples_of_several_loaders(piece: PieceOfBatch, batch: Any) -> int:
     """Return how many samples logged values stand for where no loader's batch counts those of several.
 
     A hook may have merged them into one batch, which tells. If not, those of the first loader count, as in Lightning.
     """
     try:
-        return batch_samples(piece.batch)
+        return batch_samples(batch)
     except ValueError:
         return piece.samples
 
