@@ -17,8 +17,11 @@ from torch.nn.parallel._functions import Scatter
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import tree_flatten
 
-from lightning_gradavg._support.tree import batch_samples, data_digest, slice_batch
+from lightning_gradavg._support.tree import batch_samples, data_digest, rows_of, slice_rows
 from lightning_gradavg.batches.chunks import chunk_bounds
+
+
+PACKED = [pack_sequence([torch.ones(length) for length in lengths]) for lengths in ([1, 1, 1], [3], [3, 2])]
 
 
 class Pair(NamedTuple):
@@ -65,7 +68,8 @@ def test_slices_are_what_scatter_makes(parts: int) -> None:
     """Cut at `chunk_bounds`, nested batches give the chunks of `torch.nn.parallel.scatter`, in the same types."""
     x, y = torch.arange(12), torch.arange(24.0).view(12, 2)
     batch = {"x": x, "nested": [y, (x, {"y": y, "text": "a"})], "pair": Pair(Pair(x, 5), [y, y, None]), "empty": ()}
-    slices = [slice_batch(batch, start, stop) for start, stop in chunk_bounds(12, parts) if stop > start]
+    assert 12 == rows_of(batch)
+    slices = [slice_rows(batch, start, stop) for start, stop in chunk_bounds(12, parts) if stop > start]
 
     with mock.patch.object(Scatter, "apply", lambda targets, _, dim, tensor: tensor.chunk(len(targets), dim)):
         expected = scatter(batch, list(range(parts)))
@@ -74,58 +78,87 @@ def test_slices_are_what_scatter_makes(parts: int) -> None:
 
 
 def test_every_structure_is_kept() -> None:
-    """What scatter does not cut, arrays, columns and records, is sliced, too; everything else is shared."""
+    """What scatter does not cut, arrays, lists of plain items and records, is sliced, too; numbers are shared."""
     batch = {
         "array": np.arange(4),
         "record": Record(torch.arange(4)),
         "ordered": OrderedDict(x=torch.arange(4)),
         "user": UserDict(x=torch.arange(4)),
         "names": ["a", "b", "c", "d"],
-        "others": (torch.tensor(5), "abcd", 4, ["a"], object()),
-        "set": {torch.arange(4), "a"},
+        "others": ("abcd", 4, None),
     }
 
-    part = slice_batch(batch, 1, 3)
+    assert 4 == rows_of(batch)
+    part = slice_rows(batch, 1, 3)
 
-    assert [4, 2, 3] == [batch_samples(each) for each in (batch, ["a", "b"], (["a", "b", "c"], ["d", "e", "f"]))]
     assert [type(value) for value in batch.values()] == [type(value) for value in part.values()]
     assert [1, 2] == part["array"].tolist() == part["ordered"]["x"].tolist() == part["user"]["x"].tolist()
     assert ([1, 2], "all", 0) == (part["record"].x.tolist(), part["record"].name, part["record"].made)
     assert ["b", "c"] == part["names"]
     assert batch["others"] == part["others"]
-    assert part["set"] is batch["set"], "as torch.nn.parallel.scatter shares it"
 
 
 def test_slicing_leaves_the_batch_as_it_is() -> None:
     """Each chunk is cut from the whole batch, also of a mapping whose copies share its items."""
     batch = Columns(x=torch.arange(4), names=["a", "b", "c", "d"])
 
-    first, last = slice_batch(batch, 0, 1), slice_batch(batch, 2, 4)
+    first, last = slice_rows(batch, 0, 1), slice_rows(batch, 2, 4)
 
     assert [[0], [2, 3], [0, 1, 2, 3]] == [columns["x"].tolist() for columns in (first, last, batch)]
     assert (["a"], ["c", "d"], "disk") == (first["names"], last["names"], last.source)
     assert last["x"].untyped_storage().data_ptr() == batch["x"].untyped_storage().data_ptr(), "a view"
 
 
-TO_PAD = r"a PackedSequence cannot be split.*pack_padded_sequence in training"
-PACKED = [pack_sequence([torch.ones(length) for length in lengths]) for lengths in ([1, 1, 1], [3], [3, 2])]
+FOUR = torch.ones(4)
+UNCLEAR: list[tuple[Any, str]] = [
+    # A ready-made batch, and what the error says of it.
+    ((torch.zeros(4, 2), torch.zeros(2, 9)), r"differ: 2 of batch\[1\] and 4 of batch\[0\]"),
+    (object(), "batch is a object, which has no rows"),
+    ({"x": FOUR, "lr": torch.tensor(1.0)}, r"batch\['lr'\] has no dimensions"),
+    ({"lr": 0.1}, "there is no tensor in it"),
+    # One row per sample, of a loader's own kind.
+    ({"x": FOUR, "boxes": [{"n": 1}] * 4}, r"batch\['boxes'\] is a list of 4 parts in a batch of 4 rows"),
+    ({"x": FOUR, "boxes": [torch.ones(n, 2) for n in (4, 4, 4, 4)]}, r"batch\['boxes'\] is a list of 4 parts"),
+    ({"x": FOUR, "boxes": [torch.ones(n, 2) for n in (1, 2, 3, 4)]}, "first dimensions differ"),
+    ({"x": FOUR, "lists": [[1, 2], [3], [4, 5, 6], [7]]}, "first dimensions differ"),
+    ({"x": FOUR, "scalars": [torch.tensor(1.0)] * 4}, r"batch\['scalars'\]\[0\] has no dimensions"),
+    # About the batch as a whole, in a list.
+    ({"x": FOUR, "classes": ["cat", "dog"]}, "first dimensions differ"),
+    # A structure, or one tensor per row.
+    ([torch.ones(2), torch.zeros(2)], "batch is a list of 2 parts in a batch of 2 rows.*Use a tuple"),
+    ({"x": FOUR, "set": {1, 2}}, r"batch\['set'\] is a set, which has no rows"),
+    # Also where its tensors happen to be equally long.
+    *(({"x": torch.ones(3), "text": packed}, "PackedSequence, which has no rows") for packed in PACKED),
+]
+
+
+@pytest.mark.parametrize(("batch", "found"), UNCLEAR)
+def test_unclear_batches_are_not_cut_at_a_guess(batch: Any, found: str) -> None:
+    with pytest.raises(ValueError, match=found):
+        rows_of(batch)
 
 
 @pytest.mark.parametrize(
-    ("batch", "found"),
+    ("batch", "samples"),
     [
-        ((torch.zeros(4, 2), torch.zeros(2, 9)), "dimension 0 is 2 and 4.*leave split_batches out"),
-        (object(), "nothing in it has one.*leave split_batches out"),
-        (torch.tensor(1.0), "nothing in it has one.*leave split_batches out"),
-        (Pair(torch.zeros(3), torch.zeros(2)), "Pair cannot be split.*dimension 0 is 2 and 3"),
-        # Also where its tensors happen to be equally long.
-        *((packed, TO_PAD) for packed in PACKED),
-        *(({"x": torch.ones(3), "text": [packed]}, TO_PAD) for packed in PACKED),
+        # A batch, and the weight that is read off it; None where nobody can tell.
+        (FOUR, 4),
+        ({"x": FOUR, "names": ["a", "b"], "lr": torch.tensor(0.1), "n": 3}, 4),
+        ((FOUR, [FOUR, np.arange(4)]), 4),
+        ((FOUR, torch.ones(8, 4)), None),
+        ({"x": FOUR, "boxes": [torch.ones(3, 2), torch.ones(1, 2)]}, None),
+        ({"x": FOUR, "graph": object()}, None),
+        (["a", "b"], None),
+        (torch.tensor(1.0), None),
+        *((packed, None) for packed in PACKED),
     ],
 )
-def test_unclear_batches_are_not_cut_at_a_guess(batch: Any, found: str) -> None:
-    with pytest.raises(ValueError, match=found):
-        slice_batch(batch, 0, 1)
+def test_samples_are_read_off_where_all_tensors_have_one_first_dimension(batch: Any, samples: int | None) -> None:
+    if samples is None:
+        with pytest.raises(ValueError, match="first dimension"):
+            batch_samples(batch)
+    else:
+        assert samples == batch_samples(batch)
 
 
 def test_digests_tell_data_apart() -> None:

@@ -27,7 +27,17 @@ _HASHED_ELEMENTS = 64
 
 def _is_array(value: object) -> bool:
     """Return whether a value is a tensor or an array, without importing NumPy."""
-    return hasattr(value, "dtype") and hasattr(value, "shape")
+    # A nested tensor raises where it is asked for its shape.
+    return isinstance(value, Tensor) or (hasattr(value, "dtype") and hasattr(value, "shape"))
+
+
+def _first_dimension(array: Any) -> int | None:
+    """Return the size of dimension 0 of a tensor or array, also of a nested one; None if it has no dimension."""
+    if array.ndim == 0:
+        return None
+    if isinstance(array, Tensor):
+        return array.size(0)
+    return int(array.shape[0])
 
 
 def _is_sequence(value: object) -> bool:
@@ -116,7 +126,9 @@ def batch_samples(batch: object) -> int:
     sizes: set[int] = set()
     for label, leaf in leaves(batch):
         if _is_array(leaf):
-            sizes.update(tuple(leaf.shape)[:1])
+            size = _first_dimension(leaf)
+            if size is not None:
+                sizes.add(size)
         elif not isinstance(leaf, _PLAIN):
             raise ValueError(f"batch{label} is a {type(leaf).__name__}, which has no first dimension")
     if len(sizes) == 1:
@@ -161,10 +173,12 @@ def rows_of(batch: object) -> int:
 def _collect_rows(value: Any, label: str, sizes: dict[int, str], lists: list[tuple[str, int]]) -> None:
     """Collect where each number of rows was found first, and the lists that are taken for structures."""
     if _is_array(value):
-        shape = tuple(value.shape)
-        if not shape:
+        size = _first_dimension(value)
+        if size is None:
             raise ValueError(f"batch{label} has no dimensions")
-        sizes.setdefault(shape[0], label)
+        if isinstance(value, Tensor) and not _is_plain_tensor(value):
+            raise ValueError(f"batch{label} is a nested or sparse tensor, whose rows cannot be sliced")
+        sizes.setdefault(size, label)
         return
     if _is_column(value):
         sizes.setdefault(len(value), label)
@@ -224,6 +238,11 @@ def digest_of(value: object, of_array: Callable[[Any], bytes | memoryview], *, s
     return hashed.digest()
 
 
+def _is_plain_tensor(tensor: Tensor) -> bool:
+    """Return whether a tensor is neither nested nor sparse: it has a shape, and its rows can be sliced."""
+    return not tensor.is_nested and tensor.layout == torch.strided
+
+
 def _ends(array: Any) -> bytes:
     """Return the begin of the first and of the last row of an array."""
     if isinstance(array, Tensor) and array.device.type != "cpu":
@@ -238,6 +257,12 @@ def _ends(array: Any) -> bytes:
 
 def _described(value: Any, of_array: Callable[[Any], bytes | memoryview]) -> Iterator[bytes | memoryview]:
     """Yield what a digest reads of a value. Checkpoints hold digests, so this must not change."""
+    if isinstance(value, Tensor) and not _is_plain_tensor(value):
+        yield f"{value.dtype}{value.layout}{value.size(0)}:".encode()
+        values = value.unbind() if value.is_nested else [value.to_dense()]
+        for part in values:
+            yield from _described(part, of_array)
+        return
     if _is_array(value):
         yield f"{value.dtype}{tuple(value.shape)}".encode()
         yield of_array(value)

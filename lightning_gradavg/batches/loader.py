@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +56,16 @@ from lightning_gradavg.batches.cut import CollatedSamples, LoadedBatch, Probed, 
 from lightning_gradavg.batches.order import BatchRecord, LoaderState, Order, RequestSampler, Sources, Watch
 from lightning_gradavg.batches.streams import OrderStream, PassPlace, run_seed
 
-__all__ = ["Pass", "ReadBatch", "Reading", "SplitLoader", "compare_at_times", "draw_seed_of_workers", "reading_of", "split_batches"]
+__all__ = [
+    "Pass",
+    "ReadBatch",
+    "Reading",
+    "SplitLoader",
+    "compare_at_times",
+    "draw_seed_of_workers",
+    "reading_of",
+    "split_batches",
+]
 
 _END = object()  # not None, which a user's loader may yield
 
@@ -214,24 +224,31 @@ class SplitLoader(LoaderWrapper):
             # Its workers go on. Torch draws no further seed for them.
             self._copy_sampler.order = order
             return iter(self._copy)
-        seed = None
-        if self.split.cuts:
-            # Torch would draw the same seed on all ranks, and what a `worker_init_fn` seeds by it, too.
-            with order.drawing():
-                drawn = draw_seed_of_workers(loader)
-            key = stream_key(order.place.seed, "workers", drawn, self.split.rank)
-            seed = int.from_bytes(key[:8], "little", signed=True)
         sampler = RequestSampler(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)
         sampler.order = order
-        copy = indices_copy(loader, sampler, worker_init_fn=self.worker_init_fn, seed_of_workers=seed)
+        generator = loader.generator
+        if self.split.cuts:
+            generator = torch.Generator()
+            sampler.seed_workers = partial(self._seed_workers, order, generator)
+        copy = indices_copy(loader, sampler, worker_init_fn=self.worker_init_fn, generator=generator)
         if persists:
-            self._copy, self._copy_sampler = copy, sampler
-        if seed is not None:
+            self._copy = copy
+            self._copy_sampler = sampler
+        if self.split.cuts:
             return iter(copy)
         with order.drawing():
             batches = iter(copy)
         order.settle()
         return batches
+
+    def _seed_workers(self, order: Order, generator: torch.Generator) -> None:
+        """Have torch draw another seed for the workers of each rank, where it would draw the same for all.
+
+        Users seed generators by it, such as `dataset.rng` in a `worker_init_fn`.
+        """
+        drawn = draw_seed_of_workers(self.loader)
+        key = stream_key(order.place.seed, "workers", drawn, self.split.rank)
+        generator.manual_seed(int.from_bytes(key[:8], "little", signed=True))
 
     def _items(self, order: Order, batches: Iterator[Any], *, compares: bool) -> Iterator[ReadBatch]:
         """Yield this rank's pieces of each batch."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from hashlib import blake2b
@@ -343,9 +343,11 @@ class RequestSampler:
 
     Attributes:
         order: Of the next pass. It is set before an iterator is made: of workers that persist, the loader stays.
+        seed_workers: Called once, within the order's stream, after the sampler has begun: where torch draws a seed.
     """
 
     order: Order
+    seed_workers: Callable[[], None] | None = None
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler  # the user's: any iterable with a length, or without
@@ -360,6 +362,9 @@ class RequestSampler:
         order = self.order
         with order.drawing():  # a sampler may draw when its iterator is made
             indices = iter(self._sampler)
+            if self.seed_workers is not None:
+                self.seed_workers()
+                self.seed_workers = None
         return self._requests(order, indices)
 
     def _requests(self, order: Order, batches: Iterator[Any]) -> Iterator[Request]:

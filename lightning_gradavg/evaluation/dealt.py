@@ -264,7 +264,7 @@ class EvaluationLoader(LoaderWrapper):
         if loader.batch_sampler is not None:
             sampler = loader.batch_sampler
         self._sampler = _DealtSampler(sampler, self._limit, self._world, self._key)
-        copy = indices_copy(loader, self._sampler, worker_init_fn=self.worker_init_fn, seed_of_workers=None)
+        copy = indices_copy(loader, self._sampler, worker_init_fn=self.worker_init_fn, generator=loader.generator)
         if loader.num_workers > 0 and loader.persistent_workers:
             self._copy = copy
         return copy

@@ -9,7 +9,7 @@ its buffers, the module keeps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
@@ -94,30 +94,11 @@ class OneForward(Part):
         (piece,) = step.batches.pieces(batch)
         with step.batches.training_step(), step.batches.computing("forward", piece):
             output = step.forward(batch, *args)
-            self._require_all_samples(piece, batch, output)
             return step.reduction.read(
                 output,
                 self.weight(step.batches.chunk),
                 batch,
                 samples_of_ranks=self.samples_of_ranks(step.batches),
-            )
-
-    def _require_all_samples(self, piece: PieceOfBatch, batch: Any, output: Any) -> None:
-        """Refuse a piece of which `collate_fn` has left samples out, if their number is the weight of its loss."""
-        if not self._options.split_batches or not self._options.rule.uses_weight:
-            return
-        # In manual optimization `manual_backward` has had the weight.
-        if not self.run.module.automatic_optimization or (isinstance(output, Mapping) and "weight" in output):
-            return
-        try:
-            rows = batch_samples(batch)
-        except ValueError:
-            return  # nobody can tell
-        if rows < piece.samples:
-            raise ValueError(
-                f"every tensor of the batch has {rows} rows, but {piece.samples} samples were loaded for it: collate_fn"
-                " has left some out, or the first dimension of the tensors is not that of the samples. So nobody knows"
-                ' how many loss terms it has. Return {"loss": loss, "weight": number of loss terms} from training_step.'
             )
 
     def end_step(self) -> None:
@@ -235,7 +216,6 @@ class Replicas(OneForward):
         with reducing, counting:
             with batches.computing("forward", piece):
                 output = step.forward(batch, *args)
-                self._require_all_samples(piece, batch, output)
                 output = step.reduction.read(
                     output,
                     weight,
