@@ -29,7 +29,7 @@ from inspect import getattr_static
 from itertools import count, product
 from multiprocessing import get_context
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
@@ -50,9 +50,7 @@ from torch.utils.data import DataLoader
 from toys import Stream, Toy, approx
 
 from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg._support.collectives import World
-from lightning_gradavg.batches.chunks import Split
-from lightning_gradavg.batches.progress import JoinedLoader, StatefulJoinedLoader, TrainingLoader
+from lightning_gradavg.batches.joined import JoinedLoader, StatefulJoinedLoader
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),
@@ -374,10 +372,11 @@ TRANSFERS = ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_b
 @pytest.mark.parametrize("kind", ["shuffle", "unsized"])
 @pytest.mark.parametrize("transfer", TRANSFERS)
 def test_hooks_that_move_batches_may_draw(world, tmp_path, transfer, kind):
-    """Saved within a window, which is repeated, and in which the batch draws once more when it is moved."""
+    """Saved within a window, which is repeated; what a replica draws when it is moved names no rank."""
     options = {"accumulate_grad_batches": 2, "drawing_hook": transfer}
     pools = [world(2), world(1), world(2)]
-    assert_resumes(pools, tmp_path, Act("save", "batch", 0, 2), [Order(kind)], [{}] * 3, **options)
+    replicas = {"num_replicas": 2}
+    assert_resumes(pools, tmp_path, Act("save", "batch", 0, 2), [Order(kind)], [replicas] * 3, **options)
 
 
 @pytest.mark.parametrize("window", [1, 2])
@@ -422,7 +421,8 @@ def test_what_was_taken_is_not_loaded_again(world, tmp_path):
     loaders = [Order("logged", 24)]
     world(2).run(fit, loaders, {}, [Act("save", "batch", 0, 3)], str(tmp_path), max_epochs=1)
     ranks = world(2).run(fit, loaders, {}, (), "", f"{tmp_path}/step=4.ckpt", max_epochs=1)
-    assert [[[16, 17, 20, 21]], [[18, 19, 22, 23]]] == [noted.loaded for noted in ranks]
+    # All ranks load sample 16 twice, and compare it.
+    assert [[[16, 17, 16, 16, 20, 21]], [[18, 19, 16, 16, 22, 23]]] == [noted.loaded for noted in ranks]
 
 
 MISSING = "saved after 3 batches of its epoch.*first 3 batches of the train loader are missing, it ends after 2"
@@ -555,30 +555,14 @@ def test_a_rank_that_ends_alone_saves_nothing(tmp_path, act, rank, named, keep, 
     assert "failed with" not in ends[rank].said
 
 
-def test_a_resumed_loader_that_saves_at_once_saves_what_it_has_loaded():
-    """A pass notes what it draws from in a copy; in a checkpoint, the end of an epoch would be the begin of one."""
-    progress: Any = SimpleNamespace(draws=SimpleNamespace(resume=lambda state: None))
-    loader = TrainingLoader(DataLoader([1, 2]), Split(), World(), progress)
-    loaded: Any = {"snapshots": {}, "samplers": [], "now": {"random": None}, "batches": 0, "digest": ""}
-    loader.load_state_dict(loaded)
-    assert loader.start is not None
-    snapshots: Any = loader.start["snapshots"]
-    snapshots["begin"] = "what a pass drew from"
-    assert loader.state_dict() is loaded
-    assert {} == loaded["snapshots"]
-
-
 class StatefulStream:
-    """A loader without samplers that says its length and keeps its place, as litData's `StreamingDataLoader` does."""
+    """A loader without samplers that keeps its place: Lightning fetches a batch ahead, as it has no length."""
 
     dataset = Stream([])
 
     def __init__(self, batches: Sequence[float]) -> None:
         self.batches = batches
         self.place = {"batches": 0}
-
-    def __len__(self) -> int:
-        return len(self.batches)
 
     def __iter__(self) -> Iterator[Tensor]:
         while self.place["batches"] < len(self.batches):
@@ -593,16 +577,23 @@ class StatefulStream:
         self.place = dict(state)
 
 
+class SizedStream(StatefulStream):
+    """The same with a length, as litData's `StreamingDataLoader` has."""
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
 def train_streams(
-    streams: Sequence[Sequence[float]], folder: str, *, stateful: bool, resumes: bool
+    streams: Sequence[Sequence[float]], folder: str, *, kind: Any, resumes: bool
 ) -> tuple[list[float], list[float]]:
     """Body: train on a stream, save after the second step; return what the rank trained on, and the weights."""
     batches = streams[dist.get_rank()]
-    stream: Any = StatefulStream(batches)
-    if not stateful:
-        stream = DataLoader(
-            Stream([torch.tensor([number], dtype=torch.float64) for number in batches]), batch_size=None
-        )
+    stream: Any = DataLoader(
+        Stream([torch.tensor([number], dtype=torch.float64) for number in batches]), batch_size=None
+    )
+    if kind is not None:
+        stream = kind(batches)
     module = Toy(loss="sum")
     seen: list[float] = []
     weights: list[float] = []
@@ -623,10 +614,12 @@ def train_streams(
     return seen, weights
 
 
-def test_a_stream_with_a_state_resumes_at_the_next_batch(world, tmp_path):
-    """Lightning has fetched the third batch when the second is saved; the loader's own state leaves it out."""
+@pytest.mark.parametrize("kind", [StatefulStream, SizedStream])
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+def test_a_stream_with_a_state_resumes_at_the_next_batch(world, tmp_path, kind):
+    """Lightning may have fetched the third batch when the second is saved; the loader's own state leaves it out."""
     streams = [[1.0, 2.0, 3.0, 4.0, 5.0], [11.0, 12.0, 13.0, 14.0, 15.0]]
-    options = {"streams": streams, "folder": str(tmp_path), "stateful": True}
+    options = {"streams": streams, "folder": str(tmp_path), "kind": kind}
     whole = world(2).run(train_streams, resumes=False, **options)
     resumed = world(2).run(train_streams, resumes=True, **options)
     assert streams == [seen for seen, _ in whole]
@@ -640,7 +633,7 @@ def test_a_stream_that_has_ended_does_not_begin_anew(world, tmp_path):
 
     1 - 0.01 * (1 + 11) / 2 - 0.01 * 12 = 0.82 is saved, and rank 1's samples alone count from there.
     """
-    options = {"streams": [[1.0], [11.0, 12.0, 13.0, 14.0]], "folder": str(tmp_path), "stateful": True}
+    options = {"streams": [[1.0], [11.0, 12.0, 13.0, 14.0]], "folder": str(tmp_path), "kind": StatefulStream}
     world(2).run(train_streams, resumes=False, **options)
     of_rank_0, of_rank_1 = world(2).run(train_streams, resumes=True, **options)
     assert [12.0, 13.0, 14.0] == of_rank_1[0]
@@ -657,7 +650,7 @@ def test_lightning_sees_the_state_of_a_joined_loader():
 
 def test_a_resumed_stream_counts_no_stand_in(world, tmp_path):
     """A stream without a state begins anew after a resume; rank 1's second batch is its last, and then it stands in."""
-    options = {"streams": [[1.0] * 4, [5.0, 5.0]], "folder": str(tmp_path), "stateful": False}
+    options = {"streams": [[1.0] * 4, [5.0, 5.0]], "folder": str(tmp_path), "kind": None}
     world(2).run(train_streams, resumes=False, **options)
     for seen, weights in world(2).run(train_streams, resumes=True, **options):
         assert len(seen) == 4

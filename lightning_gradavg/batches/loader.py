@@ -227,7 +227,11 @@ class SplitLoader(LoaderWrapper):
         sampler = RequestSampler(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)
         sampler.order = order
         generator = loader.generator
-        if self.split.cuts:
+        if persists and order.place.number > 0:
+            # Resumed. In the run before, the workers of the first pass went on, and nothing was drawn for them here.
+            key = stream_key(order.place.seed, "workers of a resumed run", self.split.rank)
+            generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little", signed=True))
+        elif self.split.cuts:
             generator = torch.Generator()
             sampler.seed_workers = partial(self._seed_workers, order, generator)
         copy = indices_copy(loader, sampler, worker_init_fn=self.worker_init_fn, generator=generator)

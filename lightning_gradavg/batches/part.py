@@ -31,7 +31,7 @@ from lightning_gradavg.batches.joined import FetchRecord, JoinedLoader, join
 from lightning_gradavg.batches.loader import compare_at_times
 from lightning_gradavg.batches.order import Watch
 from lightning_gradavg.batches.progress import DataState, Fetched, Progress, TrainingLoader
-from lightning_gradavg.batches.streams import OrderStream, run_seed
+from lightning_gradavg.batches.streams import run_seed
 
 __all__ = ["Batches", "PieceOfBatch", "SplitBatches"]
 
@@ -283,10 +283,10 @@ class SplitBatches(Batches):
     def _begin_progress(self) -> Progress:
         """Return the progress of a run, once for all its loaders. A collective operation."""
         world = self.run.world
-        stream = None
+        resumed_order = None
         if self._loaded is not None:
             seed = self._loaded["seed"]
-            stream = OrderStream(self._loaded["order"])
+            resumed_order = self._loaded["order"]
         else:
             seed = run_seed(world)
         watch = Watch(
@@ -294,7 +294,7 @@ class SplitBatches(Batches):
             compares_parts=self._options.preset is not None and self._split.cuts and world.rank == 0,
             requires_streams=self._options.reproducible,
         )
-        return Progress(self.run.loop, seed, stream, watch, world)
+        return Progress(self.run.loop, seed, resumed_order, watch, world)
 
     @property
     def progress(self) -> Progress:
@@ -356,6 +356,9 @@ class SplitBatches(Batches):
         """Stand for the module's hook before a batch is moved. Of several pieces, `moved` calls it for each."""
         if not self.run.trainer.training:
             return self._user_hook(batch, dataloader_idx)
+        fetched = self._fetched(self.run.loop.ready)
+        if any(of_loader is not None for of_loader in fetched):
+            self.progress.begin_transfer(fetched)
         pieces = self._pieces_of_loaders(batch)
         if pieces is not None:
             return pieces
@@ -498,7 +501,7 @@ class SplitBatches(Batches):
             saved["data"] = DataState(
                 seed=self._progress.seed,
                 order=self._progress.order.state,
-                own=self._progress.own_state(self._loaders),
+                own=self._progress.own_state(),
                 loaders=[loader.state_dict() for loader in self._loaders],
             )
 

@@ -42,17 +42,24 @@ class Progress:
         loop: Lightning's training loop.
         seed: The seed of the run.
         watch: What the first batch of each loader is asked for.
-        window_own: The process's own state before the first batch of the window was read.
+        window_own: The process's own state before the first batch of the window.
+        resumed_order: In a resumed run, where the order's stream was, until a batch is trained on; else None.
     """
 
-    def __init__(self, loop: TrainingLoop, seed: int, stream: OrderStream | None, watch: Watch, world: World) -> None:
+    def __init__(
+        self, loop: TrainingLoop, seed: int, resumed_order: RandomState | None, watch: Watch, world: World
+    ) -> None:
         """Begin with the seed of a run, and of one that is resumed with the order's stream where it was."""
         self.loop = loop
         self.seed = seed
         self.watch = watch
-        self._stream = stream
+        self._stream: OrderStream | None = None
+        self.resumed_order = resumed_order
+        if resumed_order is not None:
+            self._stream = OrderStream(resumed_order)
         self._world = world
         self.window_own: RandomState | None = None
+        self._transfer_own: RandomState | None = None  # of a batch that is moved, and has not arrived
 
     @property
     def has_order(self) -> bool:
@@ -70,23 +77,40 @@ class Progress:
             self._stream = OrderStream(self._world.from_first(random_state()))
         return self._stream
 
-    def own_state(self, loaders: Sequence[TrainingLoader]) -> RandomState:
+    def begin_passes(self, iterators: Sequence[TrainingIterator]) -> None:
+        """Begin the passes of all iterators of an epoch, in the order in which they were made: they share one stream.
+
+        A resumed run may do it several times before it trains: Lightning reads ahead, and makes other iterators.
+        """
+        if self.resumed_order is not None and all(iterator.begun is None for iterator in iterators):
+            self.order.state = self.resumed_order
+        for iterator in iterators:
+            iterator.begin()
+
+    def begin_transfer(self, fetched: Sequence[Fetched | None]) -> None:
+        """Note the own state from which a resumed run would go on with the batch that is about to be moved."""
+        if self.loop.ready % self.loop.accumulation != 0:
+            return  # within a window, which is repeated from its first batch on
+        self._transfer_own = random_state()
+        for of_loader in fetched:
+            # A loader without length was read ahead, while training drew.
+            if of_loader is not None and of_loader.own is not None and of_loader.read.record.order.has_length:
+                self._transfer_own = of_loader.own
+                return
+
+    def own_state(self) -> RandomState:
         """Return the own state of the process from which a resumed run goes on.
 
         | training | the state |
         |---|---|
         | has stepped on all batches that arrived | that of now |
-        | the same, and the next batch is read: its transfer failed | that before it was read |
+        | the same, and the transfer of the next one has begun, and failed | that before it was read |
         | is within a window, which is repeated | that before the window |
         """
+        if self._transfer_own is not None:
+            return self._transfer_own
         if self.is_within_window and self.window_own is not None:
             return self.window_own
-        loop = self.loop
-        for loader in loaders:
-            fetched = loader.records.get(loop.epoch, loop.ready)
-            # Of a loader without length, Lightning reads ahead: training has drawn since.
-            if fetched is not None and fetched.own is not None and fetched.read.record.order.has_length:
-                return fetched.own
         return random_state()
 
     @property
@@ -106,15 +130,15 @@ class Progress:
             loaders: The loaders of the run.
             fetched: What is known of the batch of each loader, None where it has no more.
         """
+        self.resumed_order = None
         begins_window = number % self.loop.accumulation == 0
         if begins_window:
-            self.window_own = None
+            self.window_own = self._transfer_own
+        self._transfer_own = None
         for loader, of_loader in zip(loaders, fetched, strict=True):
             record = None
             if of_loader is not None:
                 record = of_loader.read.record
-                if begins_window and self.window_own is None:
-                    self.window_own = of_loader.own
             loader.resumed = None
             loader.current = record
             if begins_window:
@@ -270,9 +294,7 @@ class TrainingIterator(Iterator[object]):
         if epoch is None:
             return self._next_of_look()
         if self.begun is None:
-            # In the order in which they were made: all loaders draw from one stream.
-            for iterator in loop.iterators:
-                iterator.begin()
+            progress.begin_passes(loop.iterators)
         current = self.begin()
         first = 0
         if loader.resumed is not None:

@@ -49,4 +49,6 @@ class Records(Generic[_Record]):
 
     def get(self, epoch: object, number: int) -> _Record | None:
         """Return the record of a batch, or None if the loader had no batch of that number."""
+        if epoch is None:  # no loader is read any more
+            return None
         return self._of_epochs.get(epoch, {}).get(number)
