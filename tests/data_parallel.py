@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import os
 import random
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -20,10 +19,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from ranks import make_trainer
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg import GradAvgStrategy, gather
 from lightning_gradavg._support.random_state import drawing_from, stream_key
 
 Options = Mapping[str, Any]
@@ -63,10 +61,6 @@ class Run:
 
 def copied(named: Iterable[tuple[str, Tensor | None]]) -> dict[str, Tensor]:
     return {name: one.detach().to_dense().cpu().clone() for name, one in named if one is not None}
-
-
-def side_by_side(*leaves: Any) -> Any:
-    return None if leaves[0] is None else torch.cat([torch.atleast_1d(torch.as_tensor(leaf)) for leaf in leaves])
 
 
 def train(module: Any, batches: Iterable[Any], replicas: int, accumulate: int = 1) -> Run:
@@ -243,42 +237,17 @@ class Point(NamedTuple):
 
 
 class Rows(Normed):
-    """The loss is that of nested outputs of all replicas, in which rows meet across replicas."""
+    """The loss is that of the rows of all ranks, in which rows meet across ranks."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         predicted = self(batch[0])
-        return {"points": [Point(predicted[:, 0], (predicted - batch[1],))], "none": None}
-
-    def of_outputs(self, outputs: Any) -> Tensor:
-        ((x, (errors,)),) = outputs["points"]
-        loss: Tensor = errors.square().mean() + 0.1 * (x[:, None] * x[None]).mean()
+        x, errors = gather([predicted[:, 0], predicted - batch[1]])
+        loss = errors.square().mean() + 0.1 * (x[:, None] * x[None]).mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
 
-    def training_step_end(self, outputs: Any) -> Any:
-        loss = self.of_outputs(outputs)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return {"loss": loss, "outputs": outputs["points"]}
 
-
-class Numbers(Rows):
-    """In the style of Lightning 1.x: a replica also has numbers, such as a loss, which `training_step_end` replaces."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        outputs = super().training_step(batch, batch_idx)
-        return defaultdict(list, **outputs, loss=outputs["points"][0].x.mean() ** 2, count=len(batch[0]))
-
-    def of_outputs(self, outputs: Any) -> Tensor:
-        assert isinstance(outputs, defaultdict)
-        penalty = outputs["loss"]
-        count = outputs["count"]
-        assert len(outputs["points"][0].x) == count.sum()
-        order = torch.arange(1, len(penalty) + 1).to(penalty) / len(penalty)
-        return super().of_outputs(outputs) + (order * penalty * count).sum() / count.sum()
-
-
-MODELS: dict[str, type[Model]] = {
-    each.__name__.lower(): each for each in (CNN, ByHand, Sparse, Masked, Terms, Rows, Numbers)
-}
+MODELS: dict[str, type[Model]] = {each.__name__.lower(): each for each in (CNN, ByHand, Sparse, Masked, Terms, Rows)}
 
 
 class Observer(Callback):

@@ -19,7 +19,6 @@ from faulty_runs import (
     Begins,
     Exchanging,
     Flat,
-    Joined,
     Logged,
     Other,
     add_parameter,
@@ -286,10 +285,6 @@ STEPS = {
     "None from training_step, where the other rank's gradient is 0": Fault(
         ("rank 1 failed with RuntimeError: training_step returned no loss on rank 1", "nonfinite='skip_step'"),
         {"act": return_none, "model": Flat},
-    ),
-    "no tensor for training_step_end": Fault(
-        ("rank 1 failed with ValueError: training_step returned None, in which there is no tensor", "on every rank."),
-        {"act": return_none, "model": Joined, "strategy": {"equivalent_to": "data_parallel"}},
     ),
     "a rank begins to log where no other does": Fault(
         (

@@ -162,14 +162,6 @@ class Flat(Injected):
         return 0 * super().training_step(batch, batch_idx)
 
 
-class Joined(Injected):
-    """Joins the losses of all replicas, as a module of Lightning 1.x."""
-
-    def training_step_end(self, losses: Any) -> Any:
-        """Return their mean."""
-        return losses.mean()
-
-
 def fail(returned: Any) -> None:
     raise ValueError("the user's own error")
 

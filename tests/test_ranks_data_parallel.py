@@ -14,9 +14,7 @@ from data_parallel import (
     ByHand,
     Model,
     Normed,
-    Numbers,
     Options,
-    Rows,
     Run,
     Terms,
     assert_same_run,
@@ -59,8 +57,7 @@ SPLIT = {"equivalent_to": None, "split_batches": True}
 RUNS = [
     # The model, replicas on ranks, the window, and options.
     *grid(["cnn", "masked", "sparse"], [Place(4, 1), Place(4, 3), Place(4, 4), Place(3, 4)], WINDOWS, [{}]),
-    # With the loss of all outputs, and where steps are taken by hand: one replica per rank.
-    *grid(["numbers"], [Place(1, 1), Place(2, 2), Place(4, 4)], WINDOWS, [{}], strength=1),
+    # Where steps are taken by hand: one replica per rank.
     *(("byhand", Place(size, size), 1, {}) for size in (2, 3)),
     *((name, Place(4, 3), 1, FLOAT32) for name in ("cnn", "masked")),
     ("cnn", Place(4, 3), 1, SPLIT),
@@ -87,10 +84,7 @@ class Variance(Toy):
     """The loss is the variance of the predictions on the whole batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.w * batch
-
-    def training_step_end(self, outputs: Tensor) -> Tensor:
-        return outputs.var(correction=0)
+        return gather(self.w * batch).var(correction=0)
 
 
 @pytest.mark.parametrize(
@@ -109,10 +103,6 @@ def test_gradient_by_hand(world, kind, xs, replicas, sizes, gradient):
     for size in sizes:
         seen = world(size).run(train_toy, [batches] * size, toy, parallel(replicas), module=kind)
         assert [approx(gradient)] == [one.item() for one in same_everywhere(seen).gradients]
-
-
-class RowsByHand(Rows):
-    manual = True
 
 
 class Ignored(Model):
@@ -172,19 +162,14 @@ ONE_BATCH, ONE_SAMPLE = ({"sizes": [size], "times": 1} for size in (9, 1))
 
 REFUSED: list[tuple[str, Kind, Options, str]] = [
     ("ValueError", ByHand, parallel(), "manual optimization with num_replicas=4 on 2"),
-    ("ValueError", RowsByHand, EACH, "training_step_end with manual optimization"),
+    ("ValueError", Ignored, EACH, "training_step_end: Lightning 2 does not call it. Gather the outputs of all ranks"),
     ("ValueError", Model, parallel(static_graph=True), "static_graph=True with num_rep"),
-    ("ValueError", Rows, parallel(2, reduction="sum"), "reduction='sum' with training_step_end"),
-    ("ValueError", Rows, parallel(), "training_step_end with num_replicas=4 on 2 ranks"),
-    ("ValueError", Rows, parallel(1), "training_step_end with num_replicas=1 on 2 ranks"),
     ("ValueError", "synchronizes", parallel(), "SyncBatchNorm in net.1: with equivalent_to='data_parallel'"),
     ("ValueError", Normed, single(max_device_batch_size=2), "max_device_batch_size=2 with batch norm in net.2,"),
     ("RuntimeError", "keeps what a rank saw", single(), "buffer 'center' is not the same on all of them"),
     ("ValueError", Model, parallel(3, **BITS), "num_replicas=3 on 2 ranks, as the number of processes"),
     ("ValueError", Model, parallel(5, **BITS), "Use 1, 5 of them, or another num_replicas"),
     ("ValueError", ByHand, parallel(2, **BITS), "reproducible=True cannot hold:\n  manual optimization"),
-    ("ValueError", Rows, parallel(2, **BITS), "training_step_end: the gradient of one loss"),
-    ("TypeError", Numbers, single(), "output['loss'] of training_step is one number"),
     ("TypeError", Terms, parallel(2, **BITS), "global_mean"),
     ("TypeError", Terms, parallel(), "global_mean"),
     ("TypeError", Terms, single(), "global_mean"),

@@ -195,9 +195,7 @@ KINDS: dict[str, Kind] = {
     "sparse": Kind(lambda s: rows_of(s).to_sparse(), lambda b: read_rows(b.to_dense())),
     "CSR": Kind(lambda s: rows_of(s).to_sparse_csr(), lambda b: read_rows(b.to_dense())),
     "graph": Kind(Graph, lambda b: read_rows(b.nodes)),
-    "encoding": Kind(
-        lambda s: Encoding(x=x_of(s), target=target_of(s)), lambda b: (b["x"], b["target"])
-    ),
+    "encoding": Kind(lambda s: Encoding(x=x_of(s), target=target_of(s)), lambda b: (b["x"], b["target"])),
     "changed in place": Kind(collate_in_place, read_rows),
 }
 

@@ -109,18 +109,6 @@ class OfNorm(Script):
     normed = True
 
 
-class OfAll(Script):
-    """Has the loss of all outputs."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        losses = self.losses("train_mean", batch)
-        called = isinstance(self.trainer.strategy, GradAvgStrategy)  # Lightning 2 ignores what follows
-        return losses if called else self.training_step_end(losses)
-
-    def training_step_end(self, losses: Tensor) -> Tensor:
-        return self.log_often(losses)
-
-
 class Spectral(Script):
     """Every forward in training moves the buffers that the weights follow from."""
 
@@ -195,7 +183,6 @@ VIEWS = parallel(gradient_as_bucket_view=True, find_unused_parameters=True)
     [
         (OfNorm, 1, single(), {}),
         (OfNorm, 3, single(), {}),
-        (OfAll, 4, parallel(None), {}),
         (Script, 3, PARTS, {}),
         (Even, 2, {"split_batches": True, "exact_evaluation": True}, {}),
         (Spectral, 4, PARTS, {"limit_train_batches": 0.7}),

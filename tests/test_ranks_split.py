@@ -152,18 +152,13 @@ def changed(batch: Any, device: Any, index: int) -> Any:
     return batch[1:]
 
 
-def lengthened(batch: Any, device: Any, index: int) -> Any:
-    return [*batch, 0]
-
-
 REPLICAS = {"num_replicas": 4}
 UNEQUAL = [Order("list", 8, 8), Order("list", 5, 5)]
 UNWEIGHED = "the number of samples cannot be read from a batch of type list"
 REFUSED: list[tuple[list[Order], dict[str, Any], dict[str, Any], str]] = [
     # What is read, options of the strategy, of the run, and what the errors of all 3 ranks say; one has no samples.
     (UNEQUAL, REPLICAS, {}, "now 8 samples in 2 + 1 + 1 pieces and 5 samples in 2 + 1 + 0 pieces on the ranks"),
-    ([Order("list", 8, 8)], REPLICAS, {"transfer_batch_to_device": changed}, "samples where the train loader yielded"),
-    (TWO, REPLICAS, {"transfer_batch_to_device": lengthened}, "is not as the train loader yielded it"),
+    ([Order("list", 8, 8)], REPLICAS, {"transfer_batch_to_device": changed}, "rows for 2 samples of the dataset"),
     # 3, 3 and 2 samples of one beside 2, 2 and 1 of the other: no loader's samples weigh a loss over both.
     (UNEQUAL, {}, {"weighs": False}, UNWEIGHED),
     (UNEQUAL, {"max_device_batch_size": 4}, {"weighs": False}, UNWEIGHED),

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_flatten
 from lightning_gradavg._support.tree import batch_samples, data_digest, rows_of, slice_rows
 from lightning_gradavg.batches.chunks import chunk_bounds
 
-
 PACKED = [pack_sequence([torch.ones(length) for length in lengths]) for lengths in ([1, 1, 1], [3], [3, 2])]
 
 
