@@ -325,7 +325,7 @@ REFUSED: dict[str, tuple[Callable[[int], Any], dict[str, Any], list[str]]] = {
         ["does not yield the same batches on all ranks: found at batch 1 of this epoch"]),
     "rows in a list beside a tensor": (
         lambda rank: [{"x": torch.ones(4), "meta": [{"target": 1}] * 4}], {},
-        ["list yields a ready-made batch of type dict that cannot be cut into rows: batch['meta'] is a list of 4 parts"]),
+        ["yields a ready-made batch of type dict that cannot be cut into rows: batch['meta'] is a list of 4 parts"]),
     "sharded on one rank": (
         lambda rank: DataLoader(with_attribute(Augmented(8), "sharded_by_rank", rank == 1), 4), {"replicas": 4},
         ["split, on rank 1: DataLoader or its dataset Augmented has sharded_by_rank = True"]),

@@ -7,7 +7,7 @@ A loader batch is a list of indices until somebody loads it. So the list is cut,
     rank 1 of 2                   [1]  loads and collates its own, each piece by itself, from a stream of its own
 
 `indices_copy` returns a copy of a `DataLoader` that is asked for `Request`s, and yields a `LoadedBatch` for each. All
-pieces of a rank are one item: so a rank with many pieces asks its sampler no further ahead than one with a single piece.
+pieces of a rank are one item: so a rank with many pieces asks its sampler no further ahead than one with one piece.
 
 A stream of samples has no indices: every rank reads all of it, and `stream_copy` collates the rank's samples only.
 """
@@ -140,20 +140,25 @@ def difference_of_parts(whole: Any, parts: Sequence[Any], place: str = "") -> st
     | a number, text or None | each part equals it |
     | any other | nobody can tell |
     """
-    if hasattr(whole, "dtype") and hasattr(whole, "shape"):
-        return "" if _tensors_agree(whole, parts) else f"batch{place}"
     if isinstance(whole, Mapping):
-        if any(set(part) != set(whole) for part in parts):
-            return f"the keys of batch{place}"
-        for name, value in whole.items():
-            found = difference_of_parts(value, [part[name] for part in parts], f"{place}[{name!r}]")
-            if found:
-                return found
-        return ""
+        return _difference_of_mappings(whole, parts, place)
     if isinstance(whole, (list, tuple)):
         return _difference_of_sequences(whole, parts, place)
-    if isinstance(whole, (int, float, complex, str, bytes, type(None))) and any(part != whole for part in parts):
-        return f"batch{place}"
+    agree = True
+    if isinstance(whole, Tensor) or hasattr(whole, "dtype"):
+        agree = _tensors_agree(whole, parts)
+    elif isinstance(whole, (int, float, complex, str, bytes, type(None))):
+        agree = all(part == whole for part in parts)
+    return "" if agree else f"batch{place}"
+
+
+def _difference_of_mappings(whole: Mapping[Any, Any], parts: Sequence[Any], place: str) -> str:
+    if any(set(part) != set(whole) for part in parts):
+        return f"the keys of batch{place}"
+    for name, value in whole.items():
+        found = difference_of_parts(value, [part[name] for part in parts], f"{place}[{name!r}]")
+        if found:
+            return found
     return ""
 
 
@@ -254,7 +259,7 @@ class CollatedSamples(NamedTuple):
 
 
 class _StreamCollator:
-    """Collates this rank's pieces of a batch of samples that every rank reads. It stands for the user's `collate_fn`."""
+    """Collates this rank's pieces of a batch that every rank reads, in the place of the user's `collate_fn`."""
 
     # A class, not a closure: workers that are spawned get it pickled.
     def __init__(self, collate: Callable[[list[Any]], Any], split: Split, place: PassPlace) -> None:

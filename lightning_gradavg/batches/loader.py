@@ -5,7 +5,7 @@ What a rank reads depends on the loader:
 | the user's loader | read by | a rank |
 |---|---|---|
 | a `DataLoader` over a map-style dataset | INDICES | loads and collates the samples of its own pieces |
-| a `DataLoader` with a batch size over an `IterableDataset` | SAMPLES | reads all samples, and collates its own pieces |
+| a `DataLoader` with a batch size over an `IterableDataset` | SAMPLES | reads all samples, collates its own pieces |
 | any other: an iterable of batches, a subclass of `DataLoader` with an `__iter__` of its own | BATCHES | reads all \
 batches, and keeps the rows of its own pieces |
 
@@ -29,6 +29,7 @@ workers.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from enum import Enum
 from functools import partial
@@ -209,13 +210,16 @@ class SplitLoader(LoaderWrapper):
 
     def _begin_reading(self, order: Order) -> Iterator[Any]:
         """Return what the loader yields, of a copy where it is cut before it is collated."""
-        loader: Any = self.loader
         if self.reading is Reading.INDICES:
             return self._begin_reading_indices(order)
+        loader: Any = self.loader
         if self.reading is Reading.SAMPLES:
             loader = stream_copy(loader, self.split, order.place, worker_init_fn=self.worker_init_fn)
         with order.drawing():
-            return iter(loader)
+            batches = iter(loader)
+        if self.reading is Reading.BATCHES and order.requires_streams:
+            return _refusing_threads(batches, type(loader).__name__)
+        return batches
 
     def _begin_reading_indices(self, order: Order) -> Iterator[Any]:
         loader: DataLoader[Any] = self.loader
@@ -372,6 +376,22 @@ def compare_at_times(read: ReadBatch) -> None:
     is_power_of_2 = number & (number - 1) == 0
     if order.has_length and (is_power_of_2 or read.probed is not None):
         order.compare(read.record.after, read.probed)
+
+
+def _refusing_threads(batches: Iterator[Any], name: str) -> Iterator[Any]:
+    """Yield batches, or raise a RuntimeError if a thread of this process reads them ahead.
+
+    What it draws comes from whatever stream the training step draws from at that moment.
+    """
+    before = set(threading.enumerate())
+    for batch in batches:
+        if set(threading.enumerate()) - before:
+            raise RuntimeError(
+                f"{name} reads ahead in a thread of this process, whose random numbers would be drawn beside those of"
+                " the training step, so reproducible=True cannot give the same bits. Read the data by a DataLoader with"
+                " num_workers=1, or without the thread."
+            )
+        yield batch
 
 
 def draw_seed_of_workers(loader: DataLoader[Any]) -> int:

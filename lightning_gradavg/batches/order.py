@@ -138,6 +138,7 @@ class Order:
         pending: The records of the batches whose indices were asked for, and which are still to come from the loader.
         began: The order's stream where the pass began.
         sources_began: The loader's own generators and samplers there.
+        requires_streams: Whether all that is drawn must come from the streams.
         place: As the argument.
     """
 
@@ -161,7 +162,7 @@ class Order:
         self._world = world
         self._stream = stream
         self._watch = watch
-        self._requires_streams = watch is not None and watch.requires_streams
+        self.requires_streams = watch is not None and watch.requires_streams
         self._hash = blake2b(digest_size=16)  # of the digests of the batches so far
         self._reached: PassPosition | None = None  # what `start` must be, once the pass is there
         self._asked_before = 0  # batches that the run before had asked for: so far the stream repeats its draws
@@ -298,12 +299,12 @@ class Order:
             raise RuntimeError(
                 f"the train loader does not yield the same batches on all ranks: found at {what} of this epoch. Every"
                 " rank takes its part of the same batch. Make dataset, sampler and collate_fn independent of the rank,"
-                " and of the order of a set, and have them draw from the global generators of torch, random or NumPy, or"
+                " and of the order of a set. Have them draw from the global generators of torch, random or NumPy, or"
                 " from one that is seeded equally on every rank; or, where every rank is to read its own part of the"
                 " data, leave split_batches, equivalent_to and num_replicas out."
             )
         samples_are_stable = all(stable for _, _, _, stable in rows)
-        if not samples_are_stable and self._requires_streams:
+        if not samples_are_stable and self.requires_streams:
             raise RuntimeError(
                 "a sample that the dataset loads twice from the same random state differs: it draws from a generator of"
                 " its own, or depends on what was loaded before, so reproducible=True cannot give the same bits on"
