@@ -236,7 +236,7 @@ def train(options: dict[str, Any], workers: dict[str, Any]) -> tuple[int, dict[s
     trained: dict[str, Trained] = {}
     for name, kind in KINDS.items():
         samples = [Sample(float(x), 10.0 * x) for x in range(1, kind.samples + 1)]
-        loader = DataLoader(samples, kind.samples, collate_fn=kind.collate, **workers)
+        loader: Any = DataLoader(samples, kind.samples, collate_fn=kind.collate, **workers)
         net = Net(kind)
         make_trainer(GradAvgStrategy(**options), max_epochs=1).fit(net, loader)
         trained[name] = Trained(net.w.item(), net.sizes, net.types)

@@ -12,18 +12,21 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, seed_everything
+from lightning.pytorch.utilities import rank_zero_only
 from orders import Unsized, seed
 from ranks import grid, make_trainer
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, get_worker_info
 
 from lightning_gradavg import GradAvgStrategy, split_batches
+from lightning_gradavg.batches import part
 from lightning_gradavg.batches.chunks import Piece
 from lightning_gradavg.batches.streams import PassPlace
 
@@ -302,7 +305,7 @@ def test_a_sample_that_draws_outside_of_the_streams(world):
 
 def fit_two_loaders(options: dict[str, Any]) -> None:
     """Body: train on two loaders, of which each rank has its own half of the data."""
-    halves = [DataLoader(torch.arange(16.0)[dist.get_rank() :: 2], 4) for _ in range(2)]
+    halves: list[DataLoader[Any]] = [DataLoader(torch.arange(16.0)[dist.get_rank() :: 2], 4) for _ in range(2)]
 
     class Both(Masks):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -343,15 +346,9 @@ def said_of_collating(collate: Callable[[Any], Any], options: dict[str, Any]) ->
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return super().training_step(torch.ones(2), batch_idx)
 
-    from lightning_gradavg.batches import part  # noqa: PLC0415  # of the rank
-
-    sound = part.rank_zero_info
-    part.rank_zero_info = lambda line: lines.append(line) if dist.get_rank() == 0 else None
-    try:
-        samples = [[float(index)] * (1 + index) for index in range(4)]
+    samples: Any = [[float(index)] * (1 + index) for index in range(4)]
+    with mock.patch.object(part, "rank_zero_info", rank_zero_only(lines.append)):
         make_trainer(GradAvgStrategy(**options), max_epochs=1).fit(OfAny(), DataLoader(samples, 4, collate_fn=collate))
-    finally:
-        part.rank_zero_info = sound
     return [line for line in lines if "collate_fn" in line]
 
 
@@ -405,7 +402,7 @@ class Watched(Masks):
 def read_watching(workers: dict[str, Any]) -> list[list[Any]]:
     """Body: return the rank's samples of each batch."""
     module = Watched()
-    loader: Any = DataLoader(torch.arange(20.0), batch_sampler=Watching(module), **workers)  # type: ignore[arg-type]
+    loader: Any = DataLoader(torch.arange(20.0), batch_sampler=Watching(module), **workers)
     make_trainer(GradAvgStrategy(**REPRODUCIBLE), max_epochs=1).fit(module, loader)
     return module.drawn_batches
 
@@ -511,7 +508,7 @@ class Keeping(DataLoader[Any]):
 def lists_of_indices(size: int) -> DataLoader[Any]:
     """Return a loader without batches whose sampler yields lists of indices."""
     sampler: Any = BatchSampler(SequentialSampler(range(size)), 4, drop_last=False)
-    return DataLoader(np.arange(size), sampler=sampler, batch_size=None)  # type: ignore[arg-type]  # as a dataset
+    return DataLoader(np.arange(size), sampler=sampler, batch_size=None)
 
 
 class Numbered(Dataset[Any]):
@@ -614,7 +611,7 @@ def read_unsized(kind: str) -> list[list[int]]:
     loaders: Any = {
         "unsized": lambda: Unsized(lambda: torch.arange(8).split(4)),
         "map": lambda: DataLoader(range(8), 4),
-    }  # type: ignore[arg-type]
+    }
     module = Watched()
     trainer = make_trainer(GradAvgStrategy(split_batches=True), max_epochs=1, callbacks=[Looking()])
     trainer.fit(module, loaders[kind]())

@@ -227,7 +227,8 @@ class SplitLoader(LoaderWrapper):
         if self._copy is not None and self._copy_sampler is not None:
             # Its workers go on. Torch draws no further seed for them.
             self._copy_sampler.order = order
-            return iter(self._copy)
+            going_on: Iterator[Any] = iter(self._copy)
+            return going_on
         sampler = RequestSampler(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)
         sampler.order = order
         generator = loader.generator
