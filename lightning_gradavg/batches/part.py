@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
@@ -255,6 +256,9 @@ class SplitBatches(Batches):
         )
         self._user_injects_samplers = injects_samplers(run.trainer)
         self._user_hook = getattr(run.module, BEFORE_TRANSFER)
+        # Hooks that are not the user's draw nothing, and the states of generators need not be read around them.
+        self._hooks_before_transfer = _has_hooks(run, "on_before_batch_transfer")
+        self._hooks_of_transfer = _has_hooks(run, "transfer_batch_to_device", "on_after_batch_transfer")
         self._replaced.enter_context(replaced(run.module, BEFORE_TRANSFER, self._before_transfer))
 
     def prepare_loaders(self, stage: str) -> None:
@@ -362,7 +366,7 @@ class SplitBatches(Batches):
         pieces = self._pieces_of_loaders(batch)
         if pieces is not None:
             return pieces
-        with self._transferring("before the transfer", self._arriving_piece(0)):
+        with self._before_transferring(self._arriving_piece(0), self.run.loop.total_ready):
             return self._user_hook(batch, dataloader_idx)
 
     def _pieces_of_loaders(self, batch: Any) -> Pieces | None:
@@ -389,7 +393,7 @@ class SplitBatches(Batches):
         """Return the context in which Lightning has a batch moved, and with it the user's hooks."""
         if not self.run.trainer.training:
             return nullcontext()
-        return self._transferring("transfer", self._arriving_piece(0))
+        return self._transferring(self._arriving_piece(0), self.run.loop.total_ready)
 
     def _arriving_piece(self, index: int) -> Piece | None:
         """Return a piece of the batch that Lightning moves; None if a user has another one moved."""
@@ -398,10 +402,15 @@ class SplitBatches(Batches):
                 return of_loader.read.record.chunk.pieces[index]
         return None
 
-    def _transferring(self, what: str, piece: Piece | None) -> AbstractContextManager[None]:
-        if piece is None:
+    def _before_transferring(self, piece: Piece | None, step: int) -> AbstractContextManager[None]:
+        if piece is None or not self._hooks_before_transfer:
             return nullcontext()
-        return drawing_from(self._key(what, piece, self.run.loop.total_ready), self.run.device)
+        return drawing_from(self._key("before the transfer", piece, step), self.run.device)
+
+    def _transferring(self, piece: Piece | None, step: int) -> AbstractContextManager[None]:
+        if piece is None or not self._hooks_of_transfer:
+            return nullcontext()
+        return drawing_from(self._key("transfer", piece, step), self.run.device)
 
     def _key(self, what: str, piece: Piece, step: int) -> bytes | None:
         """Return the key of the stream of a piece; None where nothing is cut.
@@ -467,9 +476,9 @@ class SplitBatches(Batches):
         assert self.chunk is not None
         of_chunk = self.chunk.pieces[piece.place]
         step = self.run.loop.total_ready - 1
-        with drawing_from(self._key("before the transfer", of_chunk, step), self.run.device):
+        with self._before_transferring(of_chunk, step):
             batch = self._user_hook(piece.batch, 0)
-        with drawing_from(self._key("transfer", of_chunk, step), self.run.device):
+        with self._transferring(of_chunk, step):
             return self._to_device(batch)
 
     def computing(self, what: str, piece: PieceOfBatch) -> AbstractContextManager[None]:
@@ -539,6 +548,15 @@ class SeededByOrder(LoaderWrapper):
 
     def __len__(self) -> int:
         return len(self.loader)
+
+
+def _has_hooks(run: Run, *names: str) -> bool:
+    """Return whether the module or its data module has one of these hooks of its own."""
+    owners: list[Any] = [run.module]
+    datamodule = getattr(run.trainer, "datamodule", None)
+    if datamodule is not None:
+        owners.append(datamodule)
+    return any(is_overridden(name, owner) for name in names for owner in owners)
 
 
 def _require_same_layout(chunks: Sequence[Chunk]) -> None:
