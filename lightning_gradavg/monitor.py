@@ -128,14 +128,13 @@ class GradAvgMonitor(Callback):
         values = {
             "loss": report.loss,
             "gradient_norm": report.gradient_norm,
-            "lr_scale": report.lr_scale,
             "normalizer": report.normalizer,
         }
         # Unknown where a batch does not tell its number of samples.
         if report.global_batch_size is not None:
             values["global_batch_size"] = report.global_batch_size
-        for index, learning_rate in enumerate(report.learning_rates):
-            values[f"lr/group_{index}"] = learning_rate
+        for index, factor in enumerate(report.lr_factors):
+            values[f"lr_factor/optimizer_{index}"] = factor
         values.update(self._values_of_ranks("local_gradient_norm", report.local_gradient_norms))
         values.update(self._values_of_ranks("weight", report.weights))
         return values

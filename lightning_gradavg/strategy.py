@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -82,7 +81,8 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     - the reduction: `reduction`
     - the run that this one must equal: `equivalent_to`, `num_replicas`, `split_batches`, `max_device_batch_size`,
       `reproducible`
-    - the learning rate: `lr_scaling`, `base_batch_size`, `base_world_size`, `lr_warmup_steps`, `allow_recipe_change`
+    - the learning rate: `lr_scaling`, `base_batch_size`, `base_world_size`, `global_batch_size`, `lr_warmup_steps`,
+      `allow_recipe_change`
     - evaluation: `exact_evaluation`
     - what is checked and logged: `nonfinite`, `check_replicas_every_n_steps`, `log_hyperparams`
     - options of `DistributedDataParallel` and of Lightning's `DDPStrategy`: all others
@@ -108,9 +108,11 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             `"sqrt"`, `"adam_sde"`, or a function of the ratio. See docs/scaling.md.
         base_batch_size: The global batch, in samples, that the learning rate was tuned for.
         base_world_size: Without `base_batch_size`, the number of ranks that the learning rate was tuned for.
+        global_batch_size: With `base_batch_size`, the samples of one optimizer step over all ranks, where the strategy
+            cannot know them: in manual optimization, and where a loader has no batch size.
         lr_warmup_steps: Optimizer steps from the base learning rate to the scaled one.
-        allow_recipe_change: True to resume a checkpoint with another global batch, rule or base. By default this is an
-            error.
+        allow_recipe_change: True to resume a checkpoint with another rule, base or number of replicas. By default this
+            is an error.
         exact_evaluation: True for validation, test and prediction to see each sample exactly once, and to log the
             values of one process. See docs/evaluation.md. The default follows `equivalent_to`.
         nonfinite: What to do if the reduced gradient is NaN or infinite, or `training_step` returns None:
@@ -173,6 +175,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         lr_scaling: ScalingName | ScaleFunction = "none",
         base_batch_size: int | None = None,
         base_world_size: int = 1,
+        global_batch_size: int | None = None,
         lr_warmup_steps: int = 0,
         allow_recipe_change: bool = False,
         exact_evaluation: bool | None = None,
@@ -248,6 +251,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             lr_scaling=lr_scaling,
             base_batch_size=base_batch_size,
             base_world_size=base_world_size,
+            global_batch_size=global_batch_size,
             lr_warmup_steps=lr_warmup_steps,
             allow_change=allow_recipe_change,
             stock=self._reduction.is_stock,
@@ -287,7 +291,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @property
     def global_batch_size(self) -> int | None:
-        """Samples of one optimizer step, over ranks and window; None before `fit`, or if no loader has a batch size."""
+        """Samples of one optimizer step, over ranks and window; None before `fit`, or where they are not known."""
         return self._rates.global_batch_size
 
     @property
@@ -394,10 +398,16 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         for part in self._parts:
             part.configure_ddp(run)
 
+    @property
     @override
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        super().setup_optimizers(trainer)
-        self._rates.setup_optimizers(self.optimizers)
+    def optimizers(self) -> list[Optimizer]:
+        return super().optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        # `super()` has no setter. A user may replace the optimizers at any time, and step at once.
+        DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        self._rates.attach(optimizers)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -456,11 +466,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         self._rates.on_train_batch_start()
 
     @override
-    def _end_epoch(self) -> None:
-        super()._end_epoch()
-        self._rates.restore_groups()
-
-    @override
     def _run_step(self, forward: Callable[..., Any], *arguments: Any) -> Any:
         """Run the forwards of a step, one or one per piece, and the backwards of all pieces but the last."""
         self._reduction.observer = None
@@ -468,8 +473,11 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             begins_window = self._reduction.is_at_window_start()
             self._reduction.observer = self._reports.begin_step(begins_window=begins_window)
         step = Step(forward, self._backward_within_step, self._reduction, self._batches)
-        with self._user_collectives():
-            output = self._replicas.run_step(step, *arguments)
+        try:
+            with self._user_collectives():
+                output = self._replicas.run_step(step, *arguments)
+        finally:
+            self._rates.end_failed_steps()
         if self._reduction.judges and not self._reduction.run.loop.skips_backward:
             return self._reduction.agree(output)
         return output
@@ -502,7 +510,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         self._reduction.backward(lambda: precision.backward(root, module, None), is_last_piece=False)
 
     def _facts_of_step(self) -> dict[str, Any]:
-        return {"learning_rates": self._rates.learning_rates(), "lr_scale": self.lr_scale}
+        return {"lr_factors": self._rates.factors()}
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -576,10 +584,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     on_predict_end = on_validation_end
 
     @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._rates.optimizer_state(optimizer, super().optimizer_state(optimizer))
-
-    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._rates.load_optimizers(checkpoint.get(_CHECKPOINT_KEY))
         super().load_optimizer_state_dict(checkpoint)
@@ -610,6 +614,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Name the rank that failed first."""
-        self._rates.restore_groups()  # the optimizers get their base learning rates back
+        self._rates.end_failed_steps()
         self._evaluation.explain(exception)
         super().on_exception(exception)

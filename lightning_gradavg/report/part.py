@@ -229,6 +229,5 @@ class Reports(Part):
             ranks,
             step=self.run.trainer.global_step,
             gradient_norm=norm,
-            learning_rates=facts["learning_rates"],
-            lr_scale=facts["lr_scale"],
+            lr_factors=facts["lr_factors"],
         )

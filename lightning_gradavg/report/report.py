@@ -41,8 +41,7 @@ class StepReport:
         gradient_norm: Norm of the reduced gradient `g`, before clipping.
         local_gradient_norms: Norm of each rank's own gradient `g_r`: the weighted mean over its window, or the sum
             under rules for sum losses.
-        learning_rates: The rates of the step, for every parameter group of every optimizer.
-        lr_scale: The factor of `lr_scaling` after the warm-up.
+        lr_factors: What `lr_scaling` multiplies the learning rates of each optimizer by in the step.
     """
 
     step: int
@@ -57,8 +56,7 @@ class StepReport:
     samples: tuple[float | None, ...]
     gradient_norm: float
     local_gradient_norms: tuple[float, ...]
-    learning_rates: tuple[float, ...]
-    lr_scale: float
+    lr_factors: tuple[float, ...]
 
     @classmethod
     def of(
@@ -68,8 +66,7 @@ class StepReport:
         *,
         step: int,
         gradient_norm: float,
-        learning_rates: tuple[float, ...],
-        lr_scale: float,
+        lr_factors: tuple[float, ...],
     ) -> StepReport:
         """Return the report of all ranks' measurements, in rank order. The keywords are attributes of the report."""
         normalizer = sum(rank.normalizer for rank in ranks)
@@ -89,8 +86,7 @@ class StepReport:
             samples=tuple(rank.samples for rank in ranks),
             gradient_norm=gradient_norm,
             local_gradient_norms=tuple(rank.norm for rank in ranks),
-            learning_rates=learning_rates,
-            lr_scale=lr_scale,
+            lr_factors=lr_factors,
         )
 
     @property
@@ -108,7 +104,7 @@ class StepReport:
             "micro-batches": self.micro_batches,
             "gradient norm": (self.gradient_norm,),
             "local gradient norms": self.local_gradient_norms,
-            "learning rates": self.learning_rates,
+            "learning rate factors": self.lr_factors,
         }
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         lines = [f"step {self.step}: reduction={self.rule!r}, gradient = {self.formula}, {ranks}"]
