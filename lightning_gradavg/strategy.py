@@ -5,7 +5,6 @@ argument here. Where the order of two parts matters, it is that of these calls.
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -121,8 +120,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         check_replicas_every_n_steps: Compares the ranks' parameters after this many optimizer steps, and when training
             begins and after every epoch. If they differ, all ranks raise a `RuntimeError`. None compares nothing. See
             docs/faults.md.
-        log_hyperparams: Whether to give rule, global batch, learning rate factor, replicas and versions to the
-            Trainer's loggers when training begins.
+        log_hyperparams: Whether to give the rule and `num_replicas` to the Trainer's loggers when training begins.
         gradient_as_bucket_view: As in `DistributedDataParallel`. The default is True for every rule but the plain mean,
             which is faster and saves a copy of the gradients; `parameter.grad` is then a view. The plain mean keeps
             stock's setting, and so stock's bits.
@@ -226,7 +224,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         if gradient_as_bucket_view:
             self._ddp_kwargs["gradient_as_bucket_view"] = True
 
-        self._reports = Reports(options.rule, crosses_ranks=options.replicated, facts=self._facts_of_step)
+        self._reports = Reports(options.rule, self._lr_factors)
         static_graph = bool(ddp_options.get("static_graph"))
         if options.replicated or max_device_batch_size is not None:
             self._replicas: OneForward = Replicas(options, static_graph=static_graph)
@@ -307,7 +305,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     def observe_next_step(self) -> None:
         """Observe the optimizer step whose window begins next; `report()` returns it once its gradients are reduced.
 
-        Call it on every rank before the same step, which then waits for its gradients and exchanges some numbers.
+        Call it on every rank before the same step, which then waits for its gradients and exchanges a number.
         """
         self._reports.observe_next_step()
 
@@ -317,7 +315,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         return self._reports.observing
 
     def report(self) -> StepReport:
-        """Return the numbers of the last observed step, equal on all ranks.
+        """Return the numbers of the last observed step.
 
         Raises:
             RuntimeError: If no step was observed.
@@ -428,21 +426,14 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         super().on_train_start()
         rank_zero_info(self._start_line())
         if self._log_hyperparams:
+            # Options alone. World size, versions, global batch and factor may change when the run goes on elsewhere,
+            # and MLflow refuses another value of a hyperparameter: the start line says them.
+            hyperparams = {
+                "gradavg/reduction": self._options.rule.name,
+                "gradavg/num_replicas": self._options.num_replicas,
+            }
             for logger in self._reduction.run.trainer.loggers:
-                logger.log_hyperparams(self._hyperparams())
-
-    def _hyperparams(self) -> dict[str, Any]:
-        hyperparams = {
-            "gradavg/reduction": self._options.rule.name,
-            "gradavg/global_batch_size": self.global_batch_size,
-            "gradavg/lr_scale": self.lr_scale,
-            "gradavg/num_replicas": self._options.shaping_replicas(self.world_size),
-            "gradavg/world_size": self.world_size,
-        }
-        for package in ("lightning_gradavg", "lightning", "torch"):
-            # By its name, as no module may import `lightning_gradavg`, which imports them all.
-            hyperparams[f"gradavg/version/{package}"] = sys.modules[package].__version__
-        return hyperparams
+                logger.log_hyperparams(hyperparams)
 
     def _start_line(self) -> str:
         run = self._reduction.run
@@ -509,8 +500,8 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             root = scaler.scale(root)
         self._reduction.backward(lambda: precision.backward(root, module, None), is_last_piece=False)
 
-    def _facts_of_step(self) -> dict[str, Any]:
-        return {"lr_factors": self._rates.factors()}
+    def _lr_factors(self) -> tuple[float, ...]:
+        return self._rates.factors()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:

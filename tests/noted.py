@@ -293,11 +293,16 @@ class Noting(LightningModule):
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.steps.append(Step(self.current_epoch, optimizer.param_groups[0]["lr"], self.window))
+        self.stepped_on = self.window
         self.window = []
+
+    def note_step(self, optimizer: Any, *_: Any) -> None:
+        """Note a step, and the rate that it used: a hook from before training is called before the strategy's own."""
+        self.steps.append(Step(self.current_epoch, optimizer.param_groups[0]["lr"], self.stepped_on))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.5)
+        optimizer.register_step_post_hook(self.note_step)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -249,7 +249,7 @@ def fit(path: Path, device: str, counts: Mapping[str, Count]) -> Found:
     ]
     if MONITOR in path.callbacks:
         report = strategy.report()
-        outcome.append(torch.tensor([report.gradient_norm, report.normalizer, *report.weights]))
+        outcome.append(torch.tensor([report.gradient_norm, report.normalizer, report.weight]))
     return on_cpu(outcome), counter.per_step
 
 

@@ -406,7 +406,9 @@ def test_groups_may_share_a_tensor() -> None:
 
 
 @given(
-    batches=st.lists(st.tuples(st.sampled_from(SCALES), st.sampled_from([None, 0.007, 0.3]), st.booleans()), max_size=6),
+    batches=st.lists(
+        st.tuples(st.sampled_from(SCALES), st.sampled_from([None, 0.007, 0.3]), st.booleans()), max_size=6
+    ),
     warmup=st.sampled_from([0, 3]),
     adam=st.booleans(),
 )
@@ -454,7 +456,9 @@ def test_a_step_past_the_hooks_is_an_error() -> None:
     """Unless a loss scaler, which skips steps, is there to skip it."""
     optimizer = optimizers_of(SGD)
     rates = attached(optimizer)
-    with pytest.raises(RuntimeError, match=r"SGD took a step in which torch called no hook, so lr_scaling='linear' has"):
+    with pytest.raises(
+        RuntimeError, match=r"SGD took a step in which torch called no hook, so lr_scaling='linear' has"
+    ):
         rates.optimizer_step(optimizer, lambda: None)
     rates.run.trainer.precision_plugin = cast(Any, SimpleNamespace(scaler=torch.amp.GradScaler("cpu")))
     rates.optimizer_step(optimizer, lambda: None)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from hashlib import blake2b
 from itertools import islice
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
@@ -24,7 +24,7 @@ from lightning_gradavg._support.tree import data_digest
 from lightning_gradavg.batches.chunks import Chunk, Split
 from lightning_gradavg.batches.draws import Draw, PassDraws, Snapshot, Sources
 
-__all__ = ["BatchRecord", "LoaderState", "Order", "PassPosition", "SharedIndices", "loader_state"]
+__all__ = ["BatchRecord", "LoaderState", "Order", "PassPosition", "SharedIndices"]
 
 _BLOCK = 256
 """Most batches of indices that are sent at once. Blocks grow to it from one, so that the first batch comes soon."""
@@ -41,25 +41,6 @@ class LoaderState(TypedDict):
     now: Snapshot  # what the resumed run goes on drawing from
     batches: int  # loader batches of the pass that were stepped on
     digest: str  # of the digests of these batches
-
-
-def loader_state(saved: Mapping[str, Any]) -> LoaderState:
-    """Return what a checkpoint holds of a loader, which 0.1.0 wrote in another form."""
-    if "passes" not in saved:
-        return cast("LoaderState", saved)
-    # 0.1.0 listed the passes in progress, at most one, and none after a complete epoch.
-    snapshots: dict[str, Snapshot] = {}
-    samplers = saved["objects"]
-    if saved["passes"]:
-        snapshots = saved["passes"][0]["snapshots"]
-        samplers = saved["passes"][0]["objects"]
-    return LoaderState(
-        snapshots=snapshots,
-        samplers=samplers,
-        now=Snapshot(random=saved["random"], generators=saved["generators"]),
-        batches=saved["batches"],
-        digest=saved["digest"],
-    )
 
 
 class PassPosition(NamedTuple):

@@ -16,7 +16,7 @@ from lightning_gradavg._lightning.options import Options
 from lightning_gradavg._lightning.part import Part, Run, Saved
 from lightning_gradavg._lightning.stand_in import stand_in
 from lightning_gradavg.batches.chunks import STAND_IN, Chunk, Split, cut_pieces
-from lightning_gradavg.batches.order import LoaderState, loader_state
+from lightning_gradavg.batches.order import LoaderState
 from lightning_gradavg.batches.progress import FetchRecord, JoinedLoader, Progress, TrainingLoader, join
 
 __all__ = ["Batches", "ReplicaSlice", "SplitBatches"]
@@ -331,7 +331,7 @@ class SplitBatches(Batches):
         self._states = None
         # Of a run without `split_batches` there are none.
         if saved.get("loaders"):
-            self._states = [loader_state(state) for state in saved["loaders"]]
+            self._states = saved["loaders"]
 
     def teardown(self) -> None:
         """Have Lightning inject samplers as the user has said."""
