@@ -40,7 +40,6 @@ from lightning_gradavg._training import WeighedTraining
 from lightning_gradavg.batches.part import Batches, SplitBatches
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
 from lightning_gradavg.faults.part import Faults
-from lightning_gradavg.faults.termination import Termination
 from lightning_gradavg.rates.part import Rates
 from lightning_gradavg.rates.scaling import ScaleFunction
 from lightning_gradavg.reduction.comm_hook import CommHook
@@ -266,7 +265,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             self._evaluation,
             self._reports,
             self._faults,
-            Termination(),
         ]
         if reproducible:
             parts.insert(0, FixedArithmetic())  # before any other part computes

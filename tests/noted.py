@@ -23,7 +23,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
-from ranks import PLAIN_DATA_ONLY, SAVES_ON_EXCEPTION, make_trainer
+from ranks import PLAIN_DATA_ONLY, make_trainer
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader
@@ -35,8 +35,6 @@ __all__ = ["KINDS", "Act", "Noted", "Order", "drawn_numbers", "fit", "join_ranks
 
 SAVING: dict[str, Any] = {"save_on_exception": True}
 """When a run saves, unless a test says otherwise."""
-if not SAVES_ON_EXCEPTION:
-    SAVING = {"every_n_train_steps": 1}  # which leaves the same checkpoint behind
 
 KINDS = orders.ORDERS | orders.WHOLE | orders.WORKERS | orders.ODD
 """What makes a loader, by its kind."""

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.pytorch import seed_everything
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from ranks import PLAIN_DATA_ONLY, make_trainer
+from ranks import make_trainer
 from torch.utils.data import DataLoader
 from toys import MemoryLogger, Toy
 

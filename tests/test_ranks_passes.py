@@ -79,8 +79,9 @@ def average(strategy: dict[str, Any], folder: str) -> Seen:
     module = Normed()
     averaging = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1)
     saving = ModelCheckpoint(folder, save_last=True)
+    chosen = GradAvgStrategy(check_replicas_every_n_steps=1, **strategy)
     trainer = make_trainer(
-        GradAvgStrategy(check_replicas_every_n_steps=1, **strategy),
+        chosen,
         max_epochs=EPOCHS,
         callbacks=[averaging, saving],
         enable_checkpointing=True,
@@ -90,9 +91,7 @@ def average(strategy: dict[str, Any], folder: str) -> Seen:
     trainer.fit(module, DataLoader(data, SIZES[0]))
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     module.note()
-    return Seen(
-        buffers, module.weights, module.gradients, module.backwards, module.losses, trainer.strategy.global_batch_size
-    )
+    return Seen(buffers, module.weights, module.gradients, module.backwards, module.losses, chosen.global_batch_size)
 
 
 SPLIT = {"split_batches": True}

@@ -47,7 +47,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from noted import Act, Noted, Order, drawn_numbers, fit, join_ranks, read_journal, step_of_checkpoint
 from orders import ORDERS, WHOLE
-from ranks import NEEDS_AGREEMENT, NEEDS_SAVE_ON_EXCEPTION, RankError, covering, make_trainer
+from ranks import RankError, covering, make_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 from toys import Stream, Toy, approx
@@ -86,7 +86,8 @@ COMPUTED = {
 class Resume:
     """A row of RESUMES."""
 
-    # How each run ends: "error", "interrupt" (Ctrl-C), "SIGTERM" or "SIGKILL". A signal reaches one rank.
+    # How each run ends: "error", "interrupt" (Ctrl-C), "SIGTERM" or "SIGKILL". SIGKILL reaches one rank, SIGTERM all
+    # in one place: Lightning's handlers exchange on each rank where it stands.
     ends: tuple[str, ...]
     # In which batch of 10 each run ends.
     batches: tuple[int, ...]
@@ -169,15 +170,13 @@ def newest(folder: Path) -> tuple[str | None, int]:
 
 
 def make_act(end: str, batch: int, world_size: int) -> Act:
-    """Return what ends a run in a batch. A signal reaches one rank: in saving rank 0, which writes the checkpoint."""
+    """Return what ends a run in a batch. SIGKILL reaches one rank: in saving rank 0, which writes the checkpoint."""
     epoch, batch_of_epoch = divmod(batch, BATCHES)
     if end == "SIGKILL":
         hook = KILLED_IN[batch % 4]
         if hook == "saving":
             return Act("SIGKILL in saving", hook, epoch, batch_of_epoch, rank=0)
         return Act(end, hook, epoch, batch_of_epoch, rank=batch % world_size)
-    if end == "SIGTERM":
-        return Act(end, "backward", epoch, batch_of_epoch, rank=batch % world_size)
     return Act(end, "backward", epoch, batch_of_epoch)
 
 
@@ -188,8 +187,6 @@ def make_parameters_of_resumes() -> list[Any]:
         marks = []
         if row.is_full:
             marks.append(pytest.mark.full)
-        if "SIGTERM" in row.ends:
-            marks.append(NEEDS_AGREEMENT)
         parameters.append(pytest.param(row, id=str(row), marks=marks))
     return parameters
 
@@ -651,7 +648,6 @@ def test_a_killed_save_leaves_no_torn_checkpoint(tmp_path, monkeypatch, temporar
 LINKED = {"every_n_train_steps": 2, "save_top_k": -1, "save_last": "link"}
 
 
-@NEEDS_SAVE_ON_EXCEPTION
 @pytest.mark.parametrize(
     ("act", "rank", "named", "keep", "kept"),
     [

@@ -90,38 +90,6 @@ def leave_batch_norm_alone(strategy: Any) -> None:
     strategy._layer_sync = None
 
 
-class Replaceable(NamedTuple):
-    """A method that may be replaced on an instance."""
-
-    owner: Any
-    name: str
-
-
-class SignalHooks(NamedTuple):
-    """Where Lightning agrees on the end of the run, and answers signals."""
-
-    agreement: Replaceable  # called before every batch
-    on_sigterm: Replaceable
-    on_requeue: Replaceable  # SLURM's signal before it ends a job that is to be queued again
-
-
-def signal_hooks(trainer: Any) -> SignalHooks | None:
-    """Return where Lightning agrees on the end of the run, and answers signals; None before 2.6, where nothing does."""
-    # Private: `Trainer._signal_connector` with `_sigterm_notifier_fn` and `_slurm_sigusr_handler_fn` (L), and
-    # `_TrainingEpochLoop._broadcast_sigterm_tensor` (lightning 2.6.6; not in 2.5.0). Without one of them, Lightning
-    # agrees in its own way: it works, and the host waits once more in every step.
-    connector = getattr(trainer, "_signal_connector", None)
-    hooks = SignalHooks(
-        Replaceable(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"),
-        Replaceable(connector, "_sigterm_notifier_fn"),
-        Replaceable(connector, "_slurm_sigusr_handler_fn"),
-    )
-    for owner, name in hooks:
-        if not hasattr(type(owner), name):
-            return None
-    return hooks
-
-
 def injects_samplers(trainer: Any) -> bool:
     """Return whether Lightning gives every loader a distributed sampler."""
     # Private: `Trainer._accelerator_connector` (L). Without it a fit that splits batches fails with an AttributeError.

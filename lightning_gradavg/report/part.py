@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum, auto
 
 import torch
 from torch import Tensor
@@ -46,19 +45,11 @@ def _total(values: Sequence[Tensor], device: torch.device | None) -> Tensor:
     return torch.stack([value.to(device) for value in values]).sum()
 
 
-class _State(Enum):
-    """How far the observed step is."""
-
-    IDLE = auto()  # no step is requested
-    REQUESTED = auto()  # the step whose window begins next is observed
-    IN_WINDOW = auto()  # its window is open
-
-
 class Reports(Part):
     """Reports single optimizer steps. Steps that are not observed cost nothing.
 
     The calls of an observed step: `observe_next_step`; `begin_step` when its window begins; and after the reduction
-    `reduced`, which makes the report, or `skipped`.
+    `reduced`, which makes the report, or `skipped`. The step after an observed one may be requested already.
 
     Attributes:
         observing: Whether a step is requested or observed.
@@ -77,20 +68,22 @@ class Reports(Part):
         self._rule = rule
         self._lr_factors = lr_factors
         self._report: StepReport | None = None
-        self._enter(_State.IDLE)
+        self._is_requested = False
+        self._is_in_window = False  # whether the window of the observed step is open
 
     def setup(self, run: Run) -> None:
         """Begin a run, and forget a step that the run before did not finish."""
         super().setup(run)
-        self._enter(_State.IDLE)
+        self._end_window()
 
-    def _enter(self, state: _State) -> None:
-        self._state = state
-        self.observing = state is not _State.IDLE
+    def _end_window(self) -> None:
+        self._is_in_window = False
+        self.observing = self._is_requested
 
     def observe_next_step(self) -> None:
         """Observe the step whose window begins next."""
-        self._enter(_State.REQUESTED)
+        self._is_requested = True
+        self.observing = True
 
     def report(self) -> StepReport:
         """Return the numbers of the last observed step; RuntimeError if there is none."""
@@ -103,24 +96,26 @@ class Reports(Part):
 
     def begin_step(self, *, begins_window: bool) -> Reports | None:
         """Begin a training step; return what observes it, or None if it is not observed."""
-        if self._state is _State.REQUESTED and begins_window:
-            self._enter(_State.IN_WINDOW)
-        if self._state is _State.IN_WINDOW:
+        if self._is_requested and begins_window:
+            self._is_requested = False
+            self._is_in_window = True
+        if self._is_in_window:
             return self
         return None
 
     def skipped(self) -> None:
         """Observe the next step instead of this one, which all ranks skip."""
-        if self._state is _State.IN_WINDOW:
-            self._enter(_State.REQUESTED)
+        if self._is_in_window:
+            self._is_requested = True
+            self._end_window()
 
     def reduced(self, record: WindowRecord) -> None:
         """Report the step, once the gradients of its window are reduced. A collective operation."""
-        # IDLE: in manual optimization a training step may have more windows after the observed one.
-        if self._state is not _State.IN_WINDOW:
+        # In manual optimization a training step may have more windows after the observed one.
+        if not self._is_in_window:
             return
         # First, so that an exception below does not leave a step that is observed for ever.
-        self._enter(_State.IDLE)
+        self._end_window()
         # Gradients still carry the loss scale of "16-mixed": Lightning unscales in `MixedPrecision.optimizer_step`.
         loss_scale = 1.0
         scaler = getattr(self.run.trainer.precision_plugin, "scaler", None)
