@@ -10,6 +10,7 @@ a batch of about that size.
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -62,9 +63,11 @@ class Linear(LightningModule):
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        of_ranks: Any = self.all_gather(self.local)
+        of_ranks = [torch.empty_like(self.local) for _ in range(dist.get_world_size())]
+        dist.all_gather(of_ranks, self.local)
+        samples, squared_local = torch.stack(of_ranks, dim=1)
         reduced: Any = self.w.grad
-        self.noise.note(of_ranks[:, 0], of_ranks[:, 1], reduced.square().sum().item())
+        self.noise.note(samples, squared_local, reduced.square().sum().item())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
