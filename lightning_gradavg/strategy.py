@@ -542,7 +542,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         if averages_integers(tensor, reduce_op):
             return mean_of_integers(tensor, lambda wide: self.reduce(wide, group, reduce_op))
         if averages(reduce_op) and self._batches.idle and isinstance(tensor, Tensor):
-            # Torch 2.4 has no ranks of None. `test_a_stand_in_leaves_no_trace` logs without a group.
+            # An older torch has no ranks of None. `test_a_stand_in_leaves_no_trace` logs without a group.
             sharing: Any = dist.group.WORLD if group is None else group
             ranks_with_samples = set(dist.get_process_group_ranks(sharing)) - set(self._batches.idle)
             with ours():

@@ -152,6 +152,7 @@ def test_one_bit_is_found():
         bits[1, -1] ^= int(dist.get_rank() == 2)
 
 
+GLOO = re.compile(r"gloo/transport\S*\.cc:\d+\]")
 LOGGED = re.compile(r"^GradAvgStrategy: (?:rank \d failed with|nothing was heard)", re.MULTILINE)
 
 
@@ -179,6 +180,9 @@ def test_every_rank_ends_and_names_what_happened(name, tmp_path):
     for error, end in zip(fault.errors, ends, strict=True):
         if error:
             assert error in end.said, ends
+            # The cause is the last line, where a user looks first.
+            last = end.said.splitlines()[-1]
+            assert "my own peer" in last or not GLOO.search(last), ends
         else:
             assert not end.said, ends
     # What each rank that logged the line had printed before it.

@@ -429,14 +429,14 @@ def test_a_backbone_that_is_thawed_is_scaled(world):
         assert [[approx(0.2)]] * 4 + [[approx(0.2), approx(0.02)]] * 4 == held
 
 
-def replace_optimizers(moment: str) -> Any:
+def replace_optimizers(how: str, moment: str) -> Any:
     """Body: train with another optimizer from the second batch on; return what groups held in the steps."""
     noting = Noting()
-    module = Scheduled(size=8)
+    module = Scheduled(how, size=8)
     replaced: list[Any] = []
 
     def replace(trainer: Any, *_: Any) -> None:
-        if trainer.global_step == 1 and not replaced:
+        if len(noting.held.get("step", [])) == 1 and not replaced:
             replaced.append(torch.optim.SGD(module.parameters(), lr=0.3))
             noting.watch(replaced[0])
             trainer.strategy.optimizers = replaced
@@ -450,8 +450,9 @@ def replace_optimizers(moment: str) -> Any:
 
 
 @pytest.mark.parametrize("moment", ["on_train_batch_end", "on_train_batch_start"])
-def test_an_optimizer_that_replaces_another_is_scaled(world, moment):
+@pytest.mark.parametrize("how", ["sgd", "raw"])
+def test_an_optimizer_that_replaces_another_is_scaled(world, how, moment):
     """In the batch before which it comes."""
-    for held, groups in world(2).run(replace_optimizers, moment):
+    for held, groups in world(2).run(replace_optimizers, how, moment):
         assert [approx([0.2, 0.02]), *[[approx(0.6)]] * 3] == held
         assert [0.3] == [group["lr"] for group in groups]

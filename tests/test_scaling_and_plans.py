@@ -128,8 +128,18 @@ def test_warmup_and_steps() -> None:
     assert [warmup_factor(4.0, step, 3) for step in range(5)] == [1.0, 2.0, 3.0, 4.0, 4.0]
     assert [warmup_factor(0.5, step, 2) for step in range(4)] == [1.0, 0.75, 0.5, 0.5]
     assert warmup_factor(4.0, 0, 0) == 4.0
-    pairs: list[tuple[int, Any]] = [(1000, 4), (5, 2), (1, 64), (0, 4), (100, Fraction(1, 4)), (5, Fraction(96, 320))]
-    assert [scaled_steps(steps, scale) for steps, scale in pairs] == [250, 3, 1, 0, 400, 17]
+    lengths: list[tuple[int, Any, int]] = [
+        (1000, 4, 250),
+        (5, 2, 3),
+        (1, 64, 1),
+        (0, 4, 0),
+        (100, Fraction(1, 4), 400),
+        (5, Fraction(96, 320), 17),
+        (5, 96 / 320, 17),
+        (5, Fraction(10, 3), 2),
+        (5, 10 / 3, 2),
+    ]
+    assert [length for *_, length in lengths] == [scaled_steps(steps, scale) for steps, scale, _ in lengths]
 
 
 BASE = 1000
@@ -622,6 +632,17 @@ def lrs(run: Named) -> dict[str, float | None]:
 def outcome(run: Named, name: str) -> Named:
     (found,) = [outcome for outcome in run.scalings if outcome.lr_scaling == name]
     return found
+
+
+# Base batch, global batch, and the lengths of 5 base steps and of a warm-up of 3.
+LENGTHS = [(320, 96, 17, 10), (3, 10, 2, 1), (2, 4, 3, 2), (4, 2, 10, 6)]
+
+
+@pytest.mark.parametrize(("base", "total", "steps", "warmup"), LENGTHS)
+def test_lengths_of_a_plan_are_rounded_half_up(base: int, total: int, steps: int, warmup: int) -> None:
+    """5 * 320 / 96 is 16.67 steps, and 5 * 3 / 10 is 1.5."""
+    run = planned(Recipe(base, 0.01, steps=5, warmup_steps=3), 1, global_batch_size=total).gradavg
+    assert (steps, warmup) == (run.steps, run.warmup_steps)
 
 
 def test_the_question_of_the_threads() -> None:

@@ -212,13 +212,17 @@ def warmup_factor(factor: float, step: int, warmup_steps: int) -> float:
     return 1 + (factor - 1) * step / warmup_steps
 
 
-def scaled_steps(steps: int, scale: float) -> int:
+def scaled_steps(steps: int, scale: float | Fraction) -> int:
     """Return how many steps at `scale` see as many samples as `steps` base steps: steps / k, rounded half up.
 
-    It is at least 1, unless `steps` is 0.
+    It is at least 1, unless `steps` is 0. The scale is a ratio of batches: of a float, that of the nearest one with a
+    base batch of up to a million, so that 5 steps at 10 / 3, which is not a float, are 1.5 steps and rounded to 2.
     """
-    exact = as_count("steps", steps, least=0) / _as_written(as_positive("scale", scale))
-    rounded = math.floor(exact + Fraction(1, 2))
+    as_positive("scale", float(scale))
+    exact_scale = Fraction(scale)
+    if isinstance(scale, float):
+        exact_scale = exact_scale.limit_denominator(10**6)
+    rounded = math.floor(as_count("steps", steps, least=0) / exact_scale + Fraction(1, 2))
     if steps > 0:
         return max(rounded, 1)
     return rounded

@@ -55,7 +55,7 @@ class ScaledSteps:
     |---|---|
     | of a subclass calls `super().step()`, so that torch calls the hooks twice | scaled once: `_calls` is a stack |
     | runs a closure, which adds a group or writes a learning rate | these are base values, scaled when it ends |
-    | has a closure that raises | base values, and the step is over; torch calls no hook |
+    | has a closure that raises | base values |
     | raises elsewhere | scaled values until `end_calls`, which `Rates` calls behind each step of Lightning's |
 
     A learning rate that the optimizer itself writes in its step, as some adapt theirs, is a scaled one: its base is
@@ -126,20 +126,18 @@ class ScaledSteps:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Scale the groups, and have the closure see base values."""
-        outer_calls = self.calls
         scales = not self.holds_scaled_values
         if scales:
             self._scale(optimizer)
         self._calls.append(scales)
-        around = partial(self._around, optimizer=optimizer, outer_calls=outer_calls)
+        around = partial(self._around, optimizer=optimizer)
         return tuple(around(value) for value in args), {name: around(value) for name, value in kwargs.items()}
 
     def _end(self, optimizer: Optimizer, *_: Any) -> None:
         """Restore the groups, and count the step, if it is not part of another one."""
-        if self._calls:
-            scaled_here = self._calls.pop()
-            if not scaled_here:
-                return
+        scaled_here = self._calls.pop()
+        if not scaled_here:
+            return
         if not self.holds_scaled_values:
             raise RuntimeError(
                 f"the closure of a step of {type(optimizer).__name__} raised, and the step went on, with learning rates"
@@ -148,14 +146,8 @@ class ScaledSteps:
         self._restore()
         self.taken += 1
 
-    def _around(self, value: Any, *, optimizer: Optimizer, outer_calls: int) -> Any:
-        """Return a closure that sees base values; any other argument of `step` as it is.
-
-        Args:
-            value: The argument.
-            optimizer: The optimizer.
-            outer_calls: The `step`s in progress when this one began.
-        """
+    def _around(self, value: Any, *, optimizer: Optimizer) -> Any:
+        """Return a closure that sees base values; any other argument of `step` as it is."""
         if not callable(value) or isinstance(value, Optimizer | nn.Module):
             return value
         closure: Callable[..., Any] = value
@@ -164,11 +156,7 @@ class ScaledSteps:
             calls = self.calls
             was_scaled = self.holds_scaled_values
             self._restore()
-            try:
-                result = closure(*args, **kwargs)
-            except BaseException:
-                self.end_calls(outer_calls)  # torch calls no hook of a step that raises
-                raise
+            result = closure(*args, **kwargs)  # if it raises, base values stay
             self.end_calls(calls)  # a step within the closure raised, and the closure caught that
             if was_scaled:
                 self._scale(optimizer)
@@ -177,7 +165,7 @@ class ScaledSteps:
         return closure_with_base_values
 
     def end_calls(self, calls: int) -> None:
-        """End all `step`s but the first `calls`, which torch has called no hook of as they raised."""
+        """End all `step`s but the first `calls`: they raised, and torch calls no hook of such a step."""
         if self.calls > calls:
             del self._calls[calls:]
             self._restore()
