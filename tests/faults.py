@@ -146,7 +146,7 @@ ONE_RANK_ENDS = {
         {"act": fail_like_gloo},
     ),
     "an exception whose text cannot be read": Fault(
-        ("rank 1 failed with UnreadableError, whose text cannot be read (KeyError)", "UnreadableError"),
+        ("rank 1 failed with UnreadableError: <no text: its __str__ raised KeyError>", "UnreadableError"),
         {"act": fail_unreadably},
     ),
     "the disk is full while a checkpoint is written": Fault(

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_gradavg._lightning.internals import store_of_world
 from lightning_gradavg._support.collectives import World
-from lightning_gradavg._support.text import listed_ranks
+from lightning_gradavg._support.text import listed_ranks, message_of
 
 __all__ = ["FailureReports", "is_broken_exchange", "text_of"]
 
@@ -138,12 +138,8 @@ def _read_by(rank: int) -> str:
 
 
 def text_of(exception: BaseException) -> str:
-    """Return the type and the text of an exception, of any type: its `__str__` may raise, too."""
-    name = type(exception).__name__
-    try:
-        return f"{name}: {exception}"
-    except Exception as error:  # noqa: BLE001  # whatever the user's method raises
-        return f"{name}, whose text cannot be read ({type(error).__name__})"
+    """Return the type and the text of an exception."""
+    return f"{type(exception).__name__}: {message_of(exception)}"
 
 
 def is_broken_exchange(exception: BaseException) -> bool:
