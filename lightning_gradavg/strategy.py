@@ -466,7 +466,8 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             with self._user_collectives():
                 output = self._replicas.run_step(step, *arguments)
         finally:
-            self._rates.end_failed_steps()
+            if self._rates.scales:
+                self._rates.end_failed_steps()
         if self._reduction.judges and not self._reduction.run.loop.skips_backward:
             return self._reduction.agree(output)
         return output

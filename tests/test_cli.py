@@ -66,7 +66,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("fit --config run.yaml", ["'fit' is not a command; choose from plan, verify"]),
         (f"{PLAN} --batch-size 1.5", ["argument --batch-size: invalid int value: '1.5'"]),
         (f"{PLAN} --lr inf", ["lr must be finite and > 0, got inf"]),
-        (f"{PLAN} --batch-size 1{'0' * 400}", ["too large"]),
+        (f"{PLAN} --global-batch-size 1{'0' * 400}", ["too large"]),
         ("verify --config none.yaml", ["--config 'none.yaml': there is no such file"]),
         ("verify --config latin.yaml", ["--config 'latin.yaml' is not UTF-8", "0xe9"]),
         (f"{VERIFY} --strategy gradavgs", ["strategy='gradavgs' is not registered"]),

@@ -151,7 +151,7 @@ def test_the_names_of_a_strategy():
 @pytest.mark.parametrize(
     ("arguments", "code", "commands"),
     [
-        (["--help"], 0, "fit validate test predict plan verify"),
+        (["--help"], 0, "plan verify"),
         (["plan", "--batch-size", "8", "--lr", "0.1", "--devices-per-node", "2"], 0, ""),
         (["--version"], 0, ""),
         *((wrong, 2, "") for wrong in (["nothing"], [], ["bench", "--ranks", "2"])),
