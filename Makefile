@@ -51,7 +51,7 @@ test-oldest: $(OLDEST_READY)  ## Run the tests with the oldest versions that are
 # Old releases use what newer ones of their own needs deprecate, so warnings are no errors above.
 $(OLDEST_READY): pyproject.toml constraints-oldest.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; (3, 10) <= v < (3, 13) or sys.exit( \
-		f"torch 2.4 needs Python 3.10 to 3.12, {sys.executable} is {v[0]}.{v[1]}; try: make PYTHON=python3.11 test-oldest")'
+		f"numpy 1.26 needs Python 3.10 to 3.12, {sys.executable} is {v[0]}.{v[1]}; try: make PYTHON=python3.11 test-oldest")'
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet $(TORCH_INDEX) --constraint constraints-oldest.txt torch
 	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable '.[test]'

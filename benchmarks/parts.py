@@ -29,7 +29,6 @@ from benchmarks.world import is_rank, joined, start
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.batches import chunks, draws
 from lightning_gradavg.batches.progress import TrainingIterator
-from lightning_gradavg.faults.termination import Termination
 from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.replicas import part as replicas
 from lightning_gradavg.reproducible.sum import TreeSum
@@ -39,7 +38,6 @@ __all__ = ["PARTS", "STEP", "VARIANTS", "main", "milliseconds_of", "print_parts"
 VARIANTS = ("GradAvg mean", "GradAvg single_device", "GradAvg mean, reproducible")
 
 PARTS: Mapping[str, tuple[tuple[Any, str], ...]] = {
-    "agreement on signals": ((Termination, "_agree"),),
     "read the batch": ((TrainingIterator, "__next__"),),
     "  digest of the batch": ((chunks, "data_digest"),),
     "training_step, with Lightning's and DDP's": ((GradAvgStrategy, "training_step"),),

@@ -88,18 +88,8 @@ def _gather_batch(batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(global_batch)
 
 
-def _without_termination_flag(trainer: Trainer) -> None:
-    """Leave out what Lightning 2.6 does at every batch: a broadcast of whether rank 0 is to end, read on the host."""
-    vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = lambda: None
-
-
 def _stock() -> Iterator[Variant]:
     yield Variant(LIGHTNING, partial(_train, DDPStrategy), in_lightning=True)
-    yield Variant(
-        f"{LIGHTNING}, no termination flag",
-        partial(_train, DDPStrategy, prepare=_without_termination_flag),
-        in_lightning=True,
-    )
     views = partial(DDPStrategy, gradient_as_bucket_view=True)
     yield Variant(f"{LIGHTNING}, bucket views", partial(_train, views), in_lightning=True)
     if HAS_BATCHED_COPY:

@@ -10,7 +10,8 @@ a batch of about that size.
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -19,40 +20,23 @@ from lightning_gradavg import GradAvgStrategy
 QUIET: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 
-class NoiseScale(Callback):
-    """Estimates the noise scale in samples, at every n-th step, under a rule that is the mean over the samples.
+class NoiseScale:
+    """Estimates the noise scale in samples, under a rule that is the mean over the samples.
 
     With b_r of B samples on each of W ranks, A = sum(b_r / B |g_r|^2) and N = |g|^2,
     (A - N) B / (W - 1) is an unbiased estimate of tr(Sigma), and (W N - A) / (W - 1) one of |G|^2. Each is averaged
     separately, because the mean of their ratios is biased.
     """
 
-    def __init__(self, every_n_steps: int = 1) -> None:
-        self.every_n_steps = every_n_steps
+    def __init__(self) -> None:
         self.trace = 0.0
         self.squared_gradient = 0.0
-        self.asked = False
 
-    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        strategy: Any = trainer.strategy
-        if trainer.global_step % self.every_n_steps == 0 and not strategy.observing:
-            strategy.observe_next_step()
-            self.asked = True
-
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        strategy: Any = trainer.strategy
-        if not self.asked or strategy.observing:
-            return
-        self.asked = False
-        report = strategy.report()
-        total = report.global_batch_size
-        squared = report.gradient_norm**2
-        ranks = 0
-        mean_of_squares = 0.0
-        for samples, norm in zip(report.samples, report.local_gradient_norms, strict=True):
-            if samples > 0:
-                ranks += 1
-                mean_of_squares += samples / total * norm**2
+    def note(self, samples: Tensor, squared_local: Tensor, squared: float) -> None:
+        """Note a step: each rank's number of samples, the squared norm of its gradient, and that of the reduced one."""
+        total = samples.sum().item()
+        ranks = int((samples > 0).sum())
+        mean_of_squares = (samples / total * squared_local).sum().item()
         if ranks > 1:  # the gradient of a single rank has no spread
             self.trace += (mean_of_squares - squared) * total / (ranks - 1)
             self.squared_gradient += (ranks * squared - mean_of_squares) / (ranks - 1)
@@ -68,22 +52,35 @@ class Linear(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.zeros(100))
+        self.noise = NoiseScale()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return (batch[0] @ self.w).mean()
+        loss = (batch[0] @ self.w).mean()
+        # This rank's own gradient, by a backward of its own: that of the training step ends in the reduction. Where
+        # that costs too much, do it in every n-th step.
+        (gradient,) = torch.autograd.grad(loss, [self.w], retain_graph=True)
+        self.local = torch.stack([torch.tensor(float(len(batch[0]))), gradient.square().sum()])
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        of_ranks = [torch.empty_like(self.local) for _ in range(dist.get_world_size())]
+        dist.all_gather(of_ranks, self.local)
+        samples, squared_local = torch.stack(of_ranks, dim=1)
+        reduced: Any = self.w.grad
+        self.noise.note(samples, squared_local, reduced.square().sum().item())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def main() -> None:
-    noise = NoiseScale()
+    module = Linear()
     strategy = GradAvgStrategy(split_batches=True)
     samples = 1 + 3 * torch.randn(9 * 100, 100, generator=torch.Generator().manual_seed(0))
-    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, callbacks=[noise], **QUIET)
-    trainer.fit(Linear(), DataLoader(TensorDataset(samples), batch_size=9))
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, **QUIET)
+    trainer.fit(module, DataLoader(TensorDataset(samples), batch_size=9))
     if trainer.is_global_zero:
-        print(f"noise scale {noise.value():.2f} samples, of {trainer.global_step} steps; by definition 9")
+        print(f"noise scale {module.noise.value():.2f} samples, of {trainer.global_step} steps; by definition 9")
 
 
 if __name__ == "__main__":

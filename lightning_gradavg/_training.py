@@ -133,7 +133,7 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
         """Wait for all ranks. Lightning names the loaders here that it is about to prepare.
 
         No hook tells the same. Between the user's `train_dataloader()` and the sampler that Lightning adds, it calls
-        nothing but this barrier (2.5 and 2.6): `process_dataloader` comes after the sampler and without a stage, and
+        nothing but this barrier (2.6): `process_dataloader` comes after the sampler and without a stage, and
         `trainer.state.stage` is that of the hook in which a user asks for `trainer.estimated_stepping_batches`.
         """
         super().barrier(name, *args, **kwargs)

@@ -1,7 +1,5 @@
-"""A callback that logs what the strategy observes, and warns of ranks that do not train as one."""
+"""A callback that logs what the strategy observes, and warns of ranks that read the same data."""
 
-from collections.abc import Sequence
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ __all__ = ["GradAvgMonitor"]
 
 
 class GradAvgMonitor(Callback):
-    """Logs every n-th optimizer step: the loss of the global batch, and the gradients on both sides of the reduction.
+    """Logs every n-th optimizer step: `Z`, the weight, the norm of the reduced gradient, and the learning rate factor.
 
     The values go to all loggers of the Trainer and to `trainer.callback_metrics`. Other steps cost nothing. It also
     warns if all ranks read the same data in their first three batches. See docs/monitor.md.
@@ -29,8 +27,7 @@ class GradAvgMonitor(Callback):
     Args:
         every_n_steps: Optimizer steps from one logged step to the next; None for the Trainer's `log_every_n_steps`.
         prefix: The prefix of all logged names.
-        prog_bar: Whether the progress bar shows the loss and the gradient norm.
-        per_rank: Whether to log the values of every rank beside their mean, minimum and maximum.
+        prog_bar: Whether the progress bar shows the gradient norm.
         check_data: Whether to compare the first batches.
         fingerprint_every_n_steps: Optimizer steps from one log line with `strategy.fingerprint()`, by which you compare
             runs, to the next; None for no line.
@@ -46,7 +43,6 @@ class GradAvgMonitor(Callback):
         *,
         prefix: str = "gradavg",
         prog_bar: bool = False,
-        per_rank: bool = False,
         check_data: bool = True,
         fingerprint_every_n_steps: int | None = None,
     ) -> None:
@@ -56,7 +52,6 @@ class GradAvgMonitor(Callback):
         self.fingerprint_every_n_steps = fingerprint_every_n_steps
         self.prefix = prefix
         self.prog_bar = prog_bar
-        self.per_rank = per_rank
         self.check_data = check_data
 
     @override
@@ -111,42 +106,23 @@ class GradAvgMonitor(Callback):
             rank_zero_info(f"GradAvgMonitor: after step {loop.step + 1}, fingerprint {strategy.fingerprint()}")
 
     def _log(self, trainer: Trainer, module: LightningModule, report: StepReport, step: int) -> None:
-        """Log a report on every rank: its numbers are equal on all, and Lightning's loggers write on rank 0 only.
+        """Log a report on every rank. Lightning's loggers write on rank 0 only, and so its weight.
 
         `module.log` serves the progress bar only, as it logs in the steps of `log_every_n_steps`, not in ours.
         """
-        values = {f"{self.prefix}/{name}": value for name, value in self._values_of(report).items()}
+        values = {
+            f"{self.prefix}/normalizer": report.normalizer,
+            f"{self.prefix}/weight": report.weight,
+            f"{self.prefix}/gradient_norm": report.gradient_norm,
+        }
+        for index, factor in enumerate(report.lr_factors):
+            values[f"{self.prefix}/lr_factor/optimizer_{index}"] = factor
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)
         if self.prog_bar:
-            for name in (f"{self.prefix}/loss", f"{self.prefix}/gradient_norm"):
-                module.log(name, values[name], prog_bar=True, logger=False, batch_size=1)
-
-    def _values_of(self, report: StepReport) -> dict[str, float]:
-        """Return what is logged of a report, by name without the prefix."""
-        values = {
-            "loss": report.loss,
-            "gradient_norm": report.gradient_norm,
-            "lr_scale": report.lr_scale,
-            "normalizer": report.normalizer,
-        }
-        # Unknown where a batch does not tell its number of samples.
-        if report.global_batch_size is not None:
-            values["global_batch_size"] = report.global_batch_size
-        for index, learning_rate in enumerate(report.learning_rates):
-            values[f"lr/group_{index}"] = learning_rate
-        values.update(self._values_of_ranks("local_gradient_norm", report.local_gradient_norms))
-        values.update(self._values_of_ranks("weight", report.weights))
-        return values
-
-    def _values_of_ranks(self, name: str, of_ranks: Sequence[float]) -> dict[str, float]:
-        """Return mean, minimum and maximum of the ranks' values, and with `per_rank` the values themselves."""
-        values = {f"{name}/mean": fmean(of_ranks), f"{name}/min": min(of_ranks), f"{name}/max": max(of_ranks)}
-        if self.per_rank:
-            for rank, value in enumerate(of_ranks):
-                values[f"{name}/rank_{rank}"] = value
-        return values
+            name = f"{self.prefix}/gradient_norm"
+            module.log(name, values[name], prog_bar=True, logger=False, batch_size=1)
 
 
 def _strategy_of(trainer: Trainer) -> GradAvgStrategy:

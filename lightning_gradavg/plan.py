@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any, TypedDict
 
 import torch
@@ -21,6 +22,7 @@ from lightning_gradavg.rates.scaling import SCALINGS, Scaling, as_positive, scal
 __all__ = ["OPTIMIZERS", "Recipe", "counted", "make_plan"]
 
 OPTIMIZERS: Mapping[str, Any] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+_UNCHANGED = Fraction(1)
 _WARMUP_EPOCHS = 5  # Goyal et al. 2017 (arXiv 1706.02677), section 2.2
 
 
@@ -149,7 +151,9 @@ def _ceil_divide(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
-def _run(recipe: Recipe, devices_with: Mapping[int, int], *, loader: int, at_once: int, shortened: float = 1) -> _Run:
+def _run(
+    recipe: Recipe, devices_with: Mapping[int, int], *, loader: int, at_once: int, shortened: Fraction = _UNCHANGED
+) -> _Run:
     """Return one way to run a recipe.
 
     Args:
@@ -313,7 +317,7 @@ def make_plan(
     stock = _run(recipe, {per_device: ranks}, loader=recipe.batch_size, at_once=recipe.batch_size)
     # This package: one loader batch is the global batch, which the devices share. Larger chunks come first.
     devices_with = Counter(stop - start for start, stop in even_bounds(total, ranks))
-    gradavg = _run(recipe, devices_with, loader=total, at_once=at_once, shortened=total / base_size)
+    gradavg = _run(recipe, devices_with, loader=total, at_once=at_once, shortened=Fraction(total, base_size))
 
     next_smaller = total - total % ranks
     next_larger = total + -total % ranks

@@ -17,7 +17,6 @@ from lightning_gradavg._support.means import averages_integers, mean_of_integers
 from lightning_gradavg._training import WeighedTraining
 from lightning_gradavg.batches.part import Batches
 from lightning_gradavg.faults.part import Faults
-from lightning_gradavg.faults.termination import Termination
 from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.engine import Engine, Stock, Weighed
 from lightning_gradavg.reduction.guard import BypassGuard
@@ -55,8 +54,7 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         self._reduction = Reduction(rule, CommHook(None, None, None))
         self._batches = Batches()
         self._faults = Faults(None, buffers=False)  # the ranks hold different shards, and there is nothing to compare
-        self._termination = Termination()
-        self._parts = (self._reduction, self._batches, self._faults, self._termination)
+        self._parts = (self._reduction, self._batches, self._faults)
         self._guard: BypassGuard | None = None
         self._plain = {"reduction": rule.name}
 
@@ -68,9 +66,8 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         run, rule, mesh = self._reduction.run, self._reduction.rule, self.device_mesh
         gradients = ShardedGradients(rule, run.module, mesh, self.optimizers)
         engine = self._engine(gradients)
-        # `ModelParallelStrategy` wraps no module, and has no moment `configure_ddp`. These two parts need one.
+        # `ModelParallelStrategy` wraps no module, and has no moment `configure_ddp`.
         self._reduction.begin(replace(run, places=tuple(gradients.places)), engine)
-        self._termination.configure_ddp(run)
 
     def on_train_start(self) -> None:
         """Begin with the training loaders, which are known now."""

@@ -5,7 +5,6 @@ argument here. Where the order of two parts matters, it is that of these calls.
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -42,7 +40,6 @@ from lightning_gradavg._training import WeighedTraining
 from lightning_gradavg.batches.part import Batches, SplitBatches
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
 from lightning_gradavg.faults.part import Faults
-from lightning_gradavg.faults.termination import Termination
 from lightning_gradavg.rates.part import Rates
 from lightning_gradavg.rates.scaling import ScaleFunction
 from lightning_gradavg.reduction.comm_hook import CommHook
@@ -82,7 +79,8 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     - the reduction: `reduction`
     - the run that this one must equal: `equivalent_to`, `num_replicas`, `split_batches`, `max_device_batch_size`,
       `reproducible`
-    - the learning rate: `lr_scaling`, `base_batch_size`, `base_world_size`, `lr_warmup_steps`, `allow_recipe_change`
+    - the learning rate: `lr_scaling`, `base_batch_size`, `base_world_size`, `global_batch_size`, `lr_warmup_steps`,
+      `allow_recipe_change`
     - evaluation: `exact_evaluation`
     - what is checked and logged: `nonfinite`, `check_replicas_every_n_steps`, `log_hyperparams`
     - options of `DistributedDataParallel` and of Lightning's `DDPStrategy`: all others
@@ -108,9 +106,11 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             `"sqrt"`, `"adam_sde"`, or a function of the ratio. See docs/scaling.md.
         base_batch_size: The global batch, in samples, that the learning rate was tuned for.
         base_world_size: Without `base_batch_size`, the number of ranks that the learning rate was tuned for.
+        global_batch_size: With `base_batch_size`, the samples of one optimizer step over all ranks, where the strategy
+            cannot know them: in manual optimization, and where a loader has no batch size.
         lr_warmup_steps: Optimizer steps from the base learning rate to the scaled one.
-        allow_recipe_change: True to resume a checkpoint with another global batch, rule or base. By default this is an
-            error.
+        allow_recipe_change: True to resume a checkpoint with another rule, base or number of replicas. By default this
+            is an error.
         exact_evaluation: True for validation, test and prediction to see each sample exactly once, and to log the
             values of one process. See docs/evaluation.md. The default follows `equivalent_to`.
         nonfinite: What to do if the reduced gradient is NaN or infinite, or `training_step` returns None:
@@ -119,8 +119,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         check_replicas_every_n_steps: Compares the ranks' parameters after this many optimizer steps, and when training
             begins and after every epoch. If they differ, all ranks raise a `RuntimeError`. None compares nothing. See
             docs/faults.md.
-        log_hyperparams: Whether to give rule, global batch, learning rate factor, replicas and versions to the
-            Trainer's loggers when training begins.
+        log_hyperparams: Whether to give the rule and `num_replicas` to the Trainer's loggers when training begins.
         gradient_as_bucket_view: As in `DistributedDataParallel`. The default is True for every rule but the plain mean,
             which is faster and saves a copy of the gradients; `parameter.grad` is then a view. The plain mean keeps
             stock's setting, and so stock's bits.
@@ -173,6 +172,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         lr_scaling: ScalingName | ScaleFunction = "none",
         base_batch_size: int | None = None,
         base_world_size: int = 1,
+        global_batch_size: int | None = None,
         lr_warmup_steps: int = 0,
         allow_recipe_change: bool = False,
         exact_evaluation: bool | None = None,
@@ -223,7 +223,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         if gradient_as_bucket_view:
             self._ddp_kwargs["gradient_as_bucket_view"] = True
 
-        self._reports = Reports(options.rule, crosses_ranks=options.replicated, facts=self._facts_of_step)
+        self._reports = Reports(options.rule, self._lr_factors)
         static_graph = bool(ddp_options.get("static_graph"))
         if options.replicated or max_device_batch_size is not None:
             self._replicas: OneForward = Replicas(options, static_graph=static_graph)
@@ -250,6 +250,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             lr_scaling=lr_scaling,
             base_batch_size=base_batch_size,
             base_world_size=base_world_size,
+            global_batch_size=global_batch_size,
             lr_warmup_steps=lr_warmup_steps,
             allow_change=allow_recipe_change,
             stock=self._reduction.is_stock,
@@ -268,7 +269,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             self._evaluation,
             self._reports,
             self._faults,
-            Termination(),
         ]
         if reproducible:
             parts.insert(0, FixedArithmetic())  # before any other part computes
@@ -291,7 +291,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @property
     def global_batch_size(self) -> int | None:
-        """Samples of one optimizer step, over ranks and window; None before `fit`, or if no loader has a batch size."""
+        """Samples of one optimizer step, over ranks and window; None before `fit`, or where they are not known."""
         return self._rates.global_batch_size
 
     @property
@@ -307,7 +307,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     def observe_next_step(self) -> None:
         """Observe the optimizer step whose window begins next; `report()` returns it once its gradients are reduced.
 
-        Call it on every rank before the same step, which then waits for its gradients and exchanges some numbers.
+        Call it on every rank before the same step, which then waits for its gradients and exchanges a number.
         """
         self._reports.observe_next_step()
 
@@ -317,7 +317,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         return self._reports.observing
 
     def report(self) -> StepReport:
-        """Return the numbers of the last observed step, equal on all ranks.
+        """Return the numbers of the last observed step.
 
         Raises:
             RuntimeError: If no step was observed.
@@ -399,10 +399,16 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         for part in self._parts:
             part.configure_ddp(run)
 
+    @property
     @override
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        super().setup_optimizers(trainer)
-        self._rates.setup_optimizers(self.optimizers)
+    def optimizers(self) -> list[Optimizer]:
+        return super().optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        # `super()` has no setter. A user may replace the optimizers at any time, and step at once.
+        DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        self._rates.attach(optimizers)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -426,21 +432,14 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         super().on_train_start()
         rank_zero_info(self._start_line())
         if self._log_hyperparams:
+            # Options alone. World size, versions, global batch and factor may change when the run goes on elsewhere,
+            # and MLflow refuses another value of a hyperparameter: the start line says them.
+            hyperparams = {
+                "gradavg/reduction": self._options.rule.name,
+                "gradavg/num_replicas": self._options.num_replicas,
+            }
             for logger in self._reduction.run.trainer.loggers:
-                logger.log_hyperparams(self._hyperparams())
-
-    def _hyperparams(self) -> dict[str, Any]:
-        hyperparams = {
-            "gradavg/reduction": self._options.rule.name,
-            "gradavg/global_batch_size": self.global_batch_size,
-            "gradavg/lr_scale": self.lr_scale,
-            "gradavg/num_replicas": self._options.shaping_replicas(self.world_size),
-            "gradavg/world_size": self.world_size,
-        }
-        for package in ("lightning_gradavg", "lightning", "torch"):
-            # By its name, as no module may import `lightning_gradavg`, which imports them all.
-            hyperparams[f"gradavg/version/{package}"] = sys.modules[package].__version__
-        return hyperparams
+                logger.log_hyperparams(hyperparams)
 
     def _start_line(self) -> str:
         run = self._reduction.run
@@ -464,11 +463,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         self._rates.on_train_batch_start()
 
     @override
-    def _end_epoch(self) -> None:
-        super()._end_epoch()
-        self._rates.restore_groups()
-
-    @override
     def _run_step(self, forward: Callable[..., Any], *arguments: Any) -> Any:
         """Run the forwards of a step, one or one per piece, and the backwards of all pieces but the last."""
         self._reduction.observer = None
@@ -476,8 +470,12 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             begins_window = self._reduction.is_at_window_start()
             self._reduction.observer = self._reports.begin_step(begins_window=begins_window)
         step = Step(forward, self._backward_within_step, self._reduction, self._batches)
-        with self._user_collectives():
-            output = self._replicas.run_step(step, *arguments)
+        try:
+            with self._user_collectives():
+                output = self._replicas.run_step(step, *arguments)
+        finally:
+            if self._rates.scales:
+                self._rates.end_failed_steps()
         if self._reduction.judges and not self._reduction.run.loop.skips_backward:
             return self._reduction.agree(output)
         return output
@@ -509,8 +507,8 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             root = scaler.scale(root)
         self._reduction.backward(lambda: precision.backward(root, module, None), is_last_piece=False)
 
-    def _facts_of_step(self) -> dict[str, Any]:
-        return {"learning_rates": self._rates.learning_rates(), "lr_scale": self.lr_scale}
+    def _lr_factors(self) -> tuple[float, ...]:
+        return self._rates.factors()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -553,7 +551,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         if averages_integers(tensor, reduce_op):
             return mean_of_integers(tensor, lambda wide: self.reduce(wide, group, reduce_op))
         if averages(reduce_op) and self._batches.idle and isinstance(tensor, Tensor):
-            # Torch 2.4 has no ranks of None. `test_a_stand_in_leaves_no_trace` logs without a group.
+            # An older torch has no ranks of None. `test_a_stand_in_leaves_no_trace` logs without a group.
             sharing: Any = dist.group.WORLD if group is None else group
             ranks_with_samples = set(dist.get_process_group_ranks(sharing)) - set(self._batches.idle)
             with ours():
@@ -582,10 +580,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     on_test_end = on_validation_end
     on_predict_end = on_validation_end
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._rates.optimizer_state(optimizer, super().optimizer_state(optimizer))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -618,6 +612,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Name the rank that failed first."""
-        self._rates.restore_groups()  # the optimizers get their base learning rates back
+        self._rates.end_failed_steps()
         self._evaluation.explain(exception)
         super().on_exception(exception)

@@ -19,6 +19,7 @@ from faulty_runs import (
     Begins,
     Exchanging,
     Flat,
+    Grows,
     Logged,
     Other,
     add_parameter,
@@ -26,6 +27,8 @@ from faulty_runs import (
     begin_to_weigh,
     exchange_other_shapes,
     fail,
+    fail_like_gloo,
+    fail_unreadably,
     fill_disk,
     interrupt,
     kill,
@@ -134,6 +137,17 @@ ONE_RANK_ENDS = {
         errors_if_one_fails(rank=1),
         {"act": fail, "strategy": {"equivalent_to": "data_parallel", "num_replicas": 4}},
     ),
+    "an exception with the text of gloo's": Fault(
+        (
+            "rank 1 failed with RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection",
+            "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by my own peer",
+        ),
+        {"act": fail_like_gloo},
+    ),
+    "an exception whose text cannot be read": Fault(
+        ("rank 1 failed with UnreadableError: <no text: its __str__ raised KeyError>", "UnreadableError"),
+        {"act": fail_unreadably},
+    ),
     "the disk is full while a checkpoint is written": Fault(
         ("No space left on device", "rank 0 failed with OSError: [Errno 28] No space left on device"),
         {"method": "on_save_checkpoint", "act": fill_disk, "rank": 0},
@@ -224,8 +238,10 @@ COLLECTIVES_AFTER_AN_EXCEPTION = {
 # 3. Signals, and ranks that come too late.
 
 SIGNALS = {
-    # All ranks end together, which is nobody's fault.
-    "SIGTERM": Fault(on_both("SIGTERMException"), {"act": terminate}, is_logged=False),
+    # Lightning's handlers exchange on each rank where it stands: here both stand at one place. That is nobody's fault.
+    "SIGTERM to both ranks in one step": Fault(
+        on_both("SIGTERMException"), {"act": terminate, "rank": None}, is_logged=False
+    ),
     "Ctrl-C": Fault(("rank 1 failed with KeyboardInterrupt", "SystemExit: 1"), {"act": interrupt}),
     "a rank comes after the timeout": Fault(
         (LOST.format(rank=1), "all ranks say the same"), {"act": be_late}, is_full=True
@@ -305,6 +321,9 @@ STEPS = {
             "strategy": {"reduction": "weighted_mean"},
             "accumulate_grad_batches": 2,
         },
+    ),
+    "a rank has more parameters than the other when they are compared": Fault(
+        on_both("nothing on rank 0; parameter 'more' of shape (1,) on rank 1"), {"model": Grows}
     ),
     # Gloo aborts the rank that receives more than it expects, in a thread of its own.
     "ranks that exchange other shapes": Fault(

@@ -111,7 +111,7 @@ class Sharded(Injected):
 
     def configure_model(self) -> None:
         """Shard the weights."""
-        from torch.distributed.fsdp import fully_shard  # noqa: PLC0415  # not in torch 2.4
+        from torch.distributed.fsdp import fully_shard  # noqa: PLC0415  # slow to import
 
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
@@ -162,8 +162,30 @@ class Flat(Injected):
         return 0 * super().training_step(batch, batch_idx)
 
 
+class Grows(Injected):
+    """Gets another parameter on rank 1 alone, after two steps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2 and dist.get_rank() == 1:
+            self.more = torch.nn.Parameter(torch.zeros(1))
+        return super().training_step(batch, batch_idx)
+
+
+class UnreadableError(ValueError):
+    def __str__(self) -> str:
+        raise KeyError("text")
+
+
 def fail(returned: Any) -> None:
     raise ValueError("the user's own error")
+
+
+def fail_like_gloo(returned: Any) -> None:
+    raise RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by my own peer")
+
+
+def fail_unreadably(returned: Any) -> None:
+    raise UnreadableError
 
 
 def misspell_weight(loss: Any) -> Any:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
-from ranks import PLAIN_DATA_ONLY, SAVES_ON_EXCEPTION, make_trainer
+from ranks import PLAIN_DATA_ONLY, make_trainer
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader
@@ -35,8 +35,6 @@ __all__ = ["KINDS", "Act", "Noted", "Order", "drawn_numbers", "fit", "join_ranks
 
 SAVING: dict[str, Any] = {"save_on_exception": True}
 """When a run saves, unless a test says otherwise."""
-if not SAVES_ON_EXCEPTION:
-    SAVING = {"every_n_train_steps": 1}  # which leaves the same checkpoint behind
 
 KINDS = orders.ORDERS | orders.WHOLE | orders.WORKERS | orders.ODD
 """What makes a loader, by its kind."""
@@ -301,11 +299,16 @@ class Noting(LightningModule):
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.steps.append(Step(self.current_epoch, optimizer.param_groups[0]["lr"], self.window))
+        self.stepped_on = self.window
         self.window = []
+
+    def note_step(self, optimizer: Any, *_: Any) -> None:
+        """Note a step, and the rate that it used: a hook from before training is called before the strategy's own."""
+        self.steps.append(Step(self.current_epoch, optimizer.param_groups[0]["lr"], self.stepped_on))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.5)
+        optimizer.register_step_post_hook(self.note_step)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -44,8 +44,6 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.utilities import registry
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import Strategy
 from torch.distributed import device_mesh
 
@@ -61,21 +59,10 @@ GLOO_TIMEOUT = 20.0
 CALL_TIMEOUT = 60.0
 # How long after the first failure a death may arrive that explains it; the peers of a dead rank raise, too.
 ROOT_CAUSE_WINDOW = 0.1
-# lightning 2.5 has no such argument, and loads everything.
-PLAIN_DATA_ONLY: Any = {"weights_only": True} if "weights_only" in inspect.signature(Trainer.fit).parameters else {}
-SAVES_ON_EXCEPTION = "save_on_exception" in inspect.signature(ModelCheckpoint).parameters
-"""Whether this Lightning can save a checkpoint when a run raises: since 2.6."""
-ON_EXCEPTION: dict[str, Any] = {"save_on_exception": True} if SAVES_ON_EXCEPTION else {}
-NEEDS_SAVE_ON_EXCEPTION = pytest.mark.skipif(
-    not SAVES_ON_EXCEPTION, reason="Lightning 2.6 brought ModelCheckpoint(save_on_exception=True)"
-)
-AGREES_ON_SIGTERM = hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor")
-"""Whether this Lightning ends all ranks when one gets SIGTERM: since 2.6. Before, the rank ends alone."""
-NEEDS_AGREEMENT = pytest.mark.skipif(
-    not AGREES_ON_SIGTERM, reason="Lightning 2.6 brought that all ranks end when one gets SIGTERM"
-)
+PLAIN_DATA_ONLY: Any = {"weights_only": True}
+ON_EXCEPTION: dict[str, Any] = {"save_on_exception": True}
 SHARDS_ON_CPU = torch.__version__ >= "2.7"
-"""Whether FSDP2 of this torch runs on the CPU: those of 2.4.1 and 2.6.0 ask for CUDA's streams."""
+"""Whether FSDP2 of this torch runs on the CPU: that of 2.6.0 asks for CUDA's streams."""
 NEEDS_SHARDS_ON_CPU = pytest.mark.skipif(not SHARDS_ON_CPU, reason="FSDP2 of a torch before 2.7 needs CUDA")
 PRELOAD = ("torch", "numpy", "pytest", "lightning.pytorch", "lightning_gradavg", "ranks")
 
@@ -436,7 +423,10 @@ def _end(body: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         code = 0
     except BaseException as error:  # noqa: BLE001  # whatever it is, the parent reads it
         traceback.print_exception(error)
-        said = f"{type(error).__name__}: {error}"
+        try:
+            said = f"{type(error).__name__}: {error}"
+        except Exception:  # noqa: BLE001  # whatever its `__str__` raises
+            said = type(error).__name__
         code = 1
     sys.stderr.write(_SAID + said)
     sys.stderr.flush()

@@ -7,9 +7,7 @@ of the host are as stated. `make gpu` runs all paths on CUDA and NCCL; the simul
 from __future__ import annotations
 
 import math
-import os
 import re
-import signal
 import tempfile
 import time
 import warnings
@@ -27,7 +25,6 @@ import torch.distributed as dist
 from accelerator import SimAccelerator, SimStream, waits
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from ranks import RankError, RankPool, make_trainer
 from rich.console import Console
 from rich.table import Table
@@ -137,12 +134,6 @@ def of_all_ranks(net: Net, batch: Tensor, batch_idx: int) -> Any:
     return sum(global_mean([losses[found].sum(), losses.sum()], [found.sum(), len(batch)]))
 
 
-def signalled(net: Net, batch: Tensor, batch_idx: int) -> Any:
-    if on_last_rank() and batch_idx == 1:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return net.loss(batch)
-
-
 class Save(Callback):
     """Saves after the second step: where that step has an error, it comes first, without a file."""
 
@@ -188,9 +179,8 @@ class Path:
         trainer: Options of the Trainer; precisions are for accelerators, and the CPU has float32.
         nodes: The nodes of the ranks, one for each.
         waits: Waits of the host per optimizer step, by lines of the package, on every rank; None where nothing is
-            counted, as no training goes on step after step. One per micro-batch is that for the signal to end of the
-            micro-batch before, which is long there; one per step under rules with weights is that for its totals. One
-            more per micro-batch reads a weight that is on the device.
+            counted, as no training goes on step after step. One per step under rules with weights is that for its
+            totals. One more per micro-batch reads a weight that is on the device.
         tolerance: Of the norm of what came of it, relative to that on the CPU.
         callbacks: What makes the callbacks of a training.
         raises: The error that ends it, and words of it.
@@ -249,7 +239,7 @@ def fit(path: Path, device: str, counts: Mapping[str, Count]) -> Found:
     ]
     if MONITOR in path.callbacks:
         report = strategy.report()
-        outcome.append(torch.tensor([report.gradient_norm, report.normalizer, *report.weights]))
+        outcome.append(torch.tensor([report.gradient_norm, report.normalizer, report.weight]))
     return on_cpu(outcome), counter.per_step
 
 
@@ -300,28 +290,28 @@ PATHS: Mapping[str, Path] = {
     "stock DDPStrategy": Path(fit, {"stock": True}, weighed, waits=0),
     "stock DDPStrategy, windows of 4": Path(fit, {"stock": True}, weighed, trainer=WINDOW, waits=0),
     **{
-        name: Path(fit, {"reduction": name}, weighed if rule.uses_weight else plain, waits=1 + 2 * rule.uses_weight)
+        name: Path(fit, {"reduction": name}, weighed if rule.uses_weight else plain, waits=2 * rule.uses_weight)
         for name, rule in RULES.items()
         if "node" not in name
     },
-    **{name: Path(fit, {"reduction": name}, nodes=FOUR, waits=1) for name in RULES if "node" in name},
-    "mean, windows of 4": Path(fit, {"reduction": "mean"}, trainer=WINDOW, waits=4),
-    "weighted_mean, windows of 4": Path(fit, WEIGHTED, weighed, trainer=WINDOW, waits=9),
-    "weights on the host": Path(fit, WEIGHTED, waits=2),
-    "weights on the host, windows of 4": Path(fit, WEIGHTED, trainer=WINDOW, waits=5),
-    "weight 0 that only the device knows": Path(fit, WEIGHTED, partial(odd, weight=0, factor=math.nan), waits=3),
+    **{name: Path(fit, {"reduction": name}, nodes=FOUR, waits=0) for name in RULES if "node" in name},
+    "mean, windows of 4": Path(fit, {"reduction": "mean"}, trainer=WINDOW, waits=0),
+    "weighted_mean, windows of 4": Path(fit, WEIGHTED, weighed, trainer=WINDOW, waits=5),
+    "weights on the host": Path(fit, WEIGHTED, waits=1),
+    "weights on the host, windows of 4": Path(fit, WEIGHTED, trainer=WINDOW, waits=1),
+    "weight 0 that only the device knows": Path(fit, WEIGHTED, partial(odd, weight=0, factor=math.nan), waits=2),
     # After the batches 1, 2 and 4 of 6 the ranks compare their parameters.
-    "manual optimization": Path(fit, WEIGHTED, manual, waits=2.5),
-    "static_graph": Path(fit, {**WEIGHTED, "static_graph": True}, waits=2),
-    "gradient_as_bucket_view": Path(fit, {**WEIGHTED, "gradient_as_bucket_view": True}, weighed, waits=3),
-    "bf16-true": Path(fit, WEIGHTED, weighed, trainer={"precision": "bf16-true"}, waits=3, tolerance=2e-2),
+    "manual optimization": Path(fit, WEIGHTED, manual, waits=1.5),
+    "static_graph": Path(fit, {**WEIGHTED, "static_graph": True}, waits=1),
+    "gradient_as_bucket_view": Path(fit, {**WEIGHTED, "gradient_as_bucket_view": True}, weighed, waits=2),
+    "bf16-true": Path(fit, WEIGHTED, weighed, trainer={"precision": "bf16-true"}, waits=2, tolerance=2e-2),
     **{
         f"hooks.{name}": Path(
             fit,
             {**WEIGHTED, "ddp_comm_hook": getattr(hooks, name)},
             weighed,
             nodes=FOUR if "node" in name else (0, 0),
-            waits=3,
+            waits=2,
             tolerance=1e-2,
         )
         for name in hooks.__all__
@@ -332,7 +322,7 @@ PATHS: Mapping[str, Path] = {
     "nonfinite=skip_step": Path(fit, {**WEIGHTED, "nonfinite": "skip_step"}, partial(odd, factor=math.nan)),
     "gather": Path(fit, WEIGHTED, gathering),
     # One more wait reads both totals and the count together; the exchange is one of the host here.
-    "global_mean": Path(fit, {"reduction": "mean"}, of_all_ranks, waits=2),
+    "global_mean": Path(fit, {"reduction": "mean"}, of_all_ranks, waits=1),
     "split_batches": Path(fit, {"split_batches": True}),
     "data_parallel": Path(fit, {"equivalent_to": "data_parallel", "num_replicas": 4}),
     "reproducible": Path(fit, {"num_replicas": 4, "reproducible": True}, tolerance=0),
@@ -341,7 +331,6 @@ PATHS: Mapping[str, Path] = {
     "monitor": Path(fit, WEIGHTED, weighed, callbacks=(MONITOR,)),
     "NaN weight": Path(fit, WEIGHTED, partial(odd, weight=math.nan), raises=NAN),
     "NaN weight before a checkpoint": Path(fit, WEIGHTED, partial(odd, weight=math.nan), callbacks=(Save,), raises=NAN),
-    "SIGTERM": Path(fit, {}, signalled, raises=(SIGTERMException, None)),
     "GradAvgReducer": Path(in_a_loop),
     "GradAvgReducer, windows of 2": Path(in_a_loop, trainer={"accumulate_grad_batches": 2}),
     "average_gradients": Path(in_a_loop, {"averages": True}),

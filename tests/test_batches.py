@@ -307,7 +307,7 @@ REFUSED: dict[str, tuple[Callable[[int], Any], dict[str, Any], list[str]]] = {
         lambda rank: DataLoader(EIGHT, sampler=DEALT), {},
         ["DistributedSampler for 2 replicas, but with split_batches=True"]),
     "out of order": (
-        lambda rank: with_attribute(DataLoader(EIGHT, num_workers=1), "in_order", False),  # an argument since torch 2.6
+        lambda rank: with_attribute(DataLoader(EIGHT, num_workers=1), "in_order", False),
         {},
         ["Use in_order=True"],
     ),

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
-from lightning.pytorch import callbacks
 from lightning.pytorch.strategies import StrategyRegistry
-from ranks import NEEDS_SAVE_ON_EXCEPTION, NEEDS_SHARDS_ON_CPU, run_script
+from ranks import NEEDS_SHARDS_ON_CPU, run_script
 from sphinx.search.en import SearchEnglish
 from structure import JOURNEYS, travel
 
@@ -48,10 +47,6 @@ def find_blocks() -> list[Any]:
 # A block with one of these words needs a release that is newer than the oldest ones supported.
 NEWER = {
     "fully_shard": NEEDS_SHARDS_ON_CPU,
-    "save_on_exception": NEEDS_SAVE_ON_EXCEPTION,
-    "import WeightAveraging": pytest.mark.skipif(
-        not hasattr(callbacks, "WeightAveraging"), reason="Lightning 2.6 brought WeightAveraging"
-    ),
 }
 
 

@@ -162,11 +162,7 @@ def test_groups_smaller_than_the_world():
 
 
 def dtensor(model: nn.Module) -> list[Tensor]:
-    # Slow to import. Torch 2.4 has `distribute_tensor` elsewhere.
-    try:
-        from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415
-    except ImportError:
-        from torch.distributed._tensor import distribute_tensor  # noqa: PLC0415
+    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  # slow to import
 
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
     return [nn.Parameter(distribute_tensor(torch.zeros(2), mesh))]

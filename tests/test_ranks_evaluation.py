@@ -17,7 +17,6 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.apply_func import apply_to_collection
-from lightning_utilities.core.imports import RequirementCache
 from orders import Sized
 from ranks import covering, grid, group_of, make_trainer, on_ranks
 from torch import nn
@@ -268,15 +267,12 @@ SIZES = [(5, 1), (10, 4), (1, 1), (12, 1)]  # samples, batch size; some with few
 TWICE = {"max_epochs": 2}
 RELOADED = {**TWICE, "reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": 2, "split_batches": True}
 SHARED = {"use_distributed_sampler": False}
-ANY_BATCH_SAMPLER = pytest.mark.skipif(
-    not RequirementCache("lightning>=2.6"), reason="Lightning 2.5 fits with no batch sampler that has no `sampler`"
-)
 ROWS: list[Any] = [
     *grid(KINDS, SIZES, ["validate", "test", "fit", "predict"], [2, 3, 4], [{}]),
     # limit_val_batches=k evaluates the first k batches of the loader, and not k on each rank.
     *(("indexed", (10, 2), "validate", 2, {"limit_val_batches": limit}) for limit in (3, 99, 0.5)),
     ("stream", (10, 2), "validate", 2, {"limit_val_batches": 3}),
-    pytest.param("custom", (10, 3), "fit", 3, {}, marks=ANY_BATCH_SAMPLER),
+    ("custom", (10, 3), "fit", 3, {}),
     *(("sharded", sizes, "validate", 3, {}) for sizes in SIZES[:3]),
     ("workers", (7, 2), "fit", 2, TWICE),
     # In each epoch another rank logs "seldom".

@@ -15,24 +15,25 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import nbformat
 import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from lightning.pytorch.cli import LightningCLI
 from nbclient import NotebookClient
 from ranks import NEEDS_SHARDS_ON_CPU, run_script
 
 from examples.demo import runs, same_bits
 from examples.demo.report import TaskResult
-from lightning_gradavg.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 PACKAGES = {"plain_pytorch": "torch", "accelerate_ddp": "accelerate", "hf_trainer": "transformers", "ray_train": "ray"}
 """Examples of other trainers, which torchrun or Ray starts, and the package that each needs."""
-ALONE = sorted({path.stem for path in EXAMPLES.glob("*.py")} - {*PACKAGES, "__init__", "cluster"})
+ALONE = sorted({path.stem for path in EXAMPLES.glob("*.py")} - {*PACKAGES, "__init__", "cli", "cluster"})
 """Those that start two processes."""
 EVALUATED = [
     ("ddp, 2 processes", "0.250000", "12"),
@@ -121,8 +122,9 @@ def test_without_its_launcher_an_example_says_how_to_start_it(tmp_path, monkeypa
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_config_can_be_read(capsys):
     """The options of the config file are those of the strategy, the model and the callback."""
-    with pytest.raises(SystemExit) as ended:
-        main(["fit", "--config", str(EXAMPLES / "config.yaml"), "--print_config"])
+    command = ["cli.py", "fit", "--config", str(EXAMPLES / "config.yaml"), "--print_config"]
+    with mock.patch.object(sys, "argv", command), pytest.raises(SystemExit) as ended:
+        LightningCLI()
     assert 0 == ended.value.code
     trainer = yaml.safe_load(capsys.readouterr().out)["trainer"]
     assert ("weighted_mean", True) == tuple(trainer["strategy"]["init_args"][n] for n in ("reduction", "split_batches"))
@@ -130,8 +132,8 @@ def test_a_config_can_be_read(capsys):
 
 @pytest.mark.full
 def test_a_config_alone_trains_and_proves(tmp_path):
-    """`gradavg fit` trains what the config file says, and `gradavg verify` finds the steps of one process."""
-    started("-m", "lightning_gradavg", "fit", "--config", EXAMPLES / "config.yaml", folder=tmp_path)
+    """LightningCLI trains what the config file says, and `gradavg verify` finds the steps of one process."""
+    started("-m", "examples.cli", "fit", "--config", EXAMPLES / "config.yaml", folder=tmp_path)
     printed = started("-m", "lightning_gradavg", "verify", "--config", EXAMPLES / "config.yaml", folder=tmp_path)
     assert "EQUAL: every step matches one process." in printed
 

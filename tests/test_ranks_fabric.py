@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.imports import RequirementCache
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -26,7 +25,6 @@ from lightning_gradavg import GradAvgReducer, average_gradients, gather
 from lightning_gradavg.fabric import GradAvgModelParallelStrategy as OfFabricSharded
 from lightning_gradavg.fabric import GradAvgStrategy
 
-KEEPS_GRAPH = pytest.mark.skipif(not RequirementCache("torch>=2.5"), reason="older ones do not say if a graph is kept")
 OF_RANKS = ([1.0, 2.0, 3.0], [5.0, 7.0])
 """The samples of each rank, whose mean is 3.6."""
 SQUARES = sum(x * x for x in OF_RANKS[0] + OF_RANKS[1]) / 5
@@ -63,7 +61,7 @@ def test_a_gather_crosses_ranks(loop, weight):
     assert approx(2 * SQUARES) == module.gradient
 
 
-@pytest.mark.parametrize(("once", "left"), [(True, None), pytest.param(False, 3.6, marks=KEEPS_GRAPH)])
+@pytest.mark.parametrize(("once", "left"), [(True, None), (False, 3.6)])
 @either_loop
 @on_ranks()
 def test_a_backward_that_is_not_reduced(loop, once, left):
@@ -154,7 +152,6 @@ def test_both_forwards_and_then_both_backwards(loop):
     assert (approx(5 / 3), approx(50 / 3)) == (first.gradient, second.gradient)
 
 
-@KEEPS_GRAPH
 @either_loop
 @on_ranks()
 def test_a_second_backward_after_the_forward_of_another_model(loop):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import AGREES_ON_SIGTERM, make_trainer
+from ranks import make_trainer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -72,12 +72,12 @@ def reduce_by_hook() -> None:
 
 TREE = {"num_replicas": 2, "reproducible": True, "reduction": "weighted_mean"}
 SCOPES: Mapping[str, tuple[Callable[[], None], set[str]]] = {
-    "weighted_mean": (partial(train, WEIGHTED), {"exchange totals", "wait for totals", "agree on termination"}),
+    "weighted_mean": (partial(train, WEIGHTED), {"exchange totals", "wait for totals"}),
     "weighted_mean in windows": (
         partial(train, WEIGHTED, accumulate_grad_batches=3),
         {"choose lift", "exchange totals", "wait for totals", "scale gradients"},
     ),
-    "sum": (partial(train, {"reduction": "sum"}), {"agree on termination"}),
+    "sum": (partial(train, {"reduction": "sum"}), set()),
     "kept gradients": (
         partial(train, {"reduction": "weighted_mean", "nonfinite": "raise"}),
         {"keep gradients", "add kept gradients", "check gradients"},
@@ -95,7 +95,7 @@ SCOPES: Mapping[str, tuple[Callable[[], None], set[str]]] = {
         partial(train, {**WEIGHTED, "check_replicas_every_n_steps": 1}),
         {"compare replicas", "exchange numbers"},
     ),
-    "report": (partial(train, WEIGHTED, observes=True), {"measure gradients", "exchange objects"}),
+    "report": (partial(train, WEIGHTED, observes=True), {"measure gradients", "exchange numbers"}),
     "average_gradients": (
         average,
         {"exchange numbers", "reduce gradients", "wait for gradients", "write gradients"},
@@ -132,8 +132,6 @@ def profiled(name: str) -> tuple[set[str], set[str]]:
 @pytest.mark.parametrize("name", SCOPES)
 def test_a_profile_names_every_exchange_and_every_pass_over_gradients(name, world):
     _, expected = SCOPES[name]
-    if not AGREES_ON_SIGTERM:
-        expected = expected - {"agree on termination"}
     found = world(2).run(profiled, name)
     has_all = [expected <= scopes for scopes, _ in found]
     assert has_all == ([True, False] if name == "weight 0" else [True, True])  # whose gradients count on one rank

@@ -47,8 +47,17 @@ def schedulers(optimizer: Any, trainer: Any, noting: Noting) -> dict[str, Any]:
 
 
 class Noting(Callback):
+    """Notes what the groups of the first optimizer hold: as `step`, the values that a step used."""
+
     def __init__(self) -> None:
         self.held: dict[str, list[list[dict[str, Any]]]] = {}
+        self.watched: list[Any] = []
+
+    def watch(self, optimizer: Any) -> None:
+        """Note the values of each step. A hook from before training is called before the strategy's own."""
+        if optimizer not in self.watched:
+            self.watched.append(optimizer)
+            optimizer.register_step_post_hook(lambda optimizer, *_: self.note("step", optimizer))
 
     def note(self, moment: str, optimizer: Any) -> None:
         names = ("lr", "betas", "eps")
@@ -56,6 +65,8 @@ class Noting(Callback):
         self.held.setdefault(moment, []).append(groups)
 
     def reach(self, moment: str, trainer: Any, *args: Any) -> None:
+        if moment == "on_train_start":
+            self.watch(trainer.optimizers[0])
         self.note(moment, trainer.optimizers[0])
 
 
@@ -77,7 +88,7 @@ class Scheduled(Toy):
         self.scheduler = scheduler
         self.batch = batch
         self.size = size
-        self.automatic_optimization = how != "manual"
+        self.automatic_optimization = how not in ("manual", "raw")
         self.noting = noting or Noting()
 
     def _loader(self) -> Any:
@@ -111,7 +122,10 @@ class Scheduled(Toy):
             return None if self.how == "none" else loss
         optimizer.zero_grad()
         self.manual_backward(loss)
-        optimizer.step(lambda: self.noting.note("step", optimizer))
+        if self.how == "raw":
+            optimizer.optimizer.step()
+        else:
+            optimizer.step(lambda: self.noting.note("closure", optimizer))
         if scheduler := cast(Any, self.lr_schedulers()):
             scheduler.step()
         return None
@@ -188,7 +202,7 @@ def test_effective_rate_is_factor_times_schedule(world, model, rule, base, warmu
     for (held, size, lr_scale, _), (plain, *_) in zip(
         world(2).run(run, model, strategy, **options), stock, strict=True
     ):
-        steps = zip(held["on_before_optimizer_step"], plain["on_before_optimizer_step"], scales, strict=True)
+        steps = zip(held["step"], plain["step"], scales, strict=True)
         for step, (mine, theirs, scale) in enumerate(steps):
             full = {"none": 1, "linear": scale}.get(rule, math.sqrt(scale))
             factor = 1 + (full - 1) * min(1, step / warmup) if warmup else full
@@ -224,50 +238,86 @@ def factors(held: dict[str, Any]) -> dict[str, set[float]]:
     }
 
 
-MANUAL = {"on_train_batch_start", "training_step", "on_before_zero_grad", "on_before_backward"}
-
-
 @pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
 @pytest.mark.parametrize(
-    ("how", "options", "further_at_rest"),
+    ("how", "options"),
     [
-        *((how, {}, set()) for how in ("sgd", "lbfgs", "none", "ends the epoch", "start raises", "skips")),
-        ("sgd", {"accumulate_grad_batches": 2}, set()),
-        ("raises", {}, {"on_exception"}),
-        ("manual", {}, MANUAL),
+        *((how, {}) for how in ("sgd", "lbfgs", "none", "ends the epoch", "start raises", "skips", "raises")),
+        ("sgd", {"accumulate_grad_batches": 2}),
+        ("manual", {}),
+        ("raw", {}),
     ],
 )
-def test_the_factor_is_in_force_from_a_batch_to_the_step(world, tmp_path, how, options, further_at_rest):
+def test_the_factor_is_in_force_within_the_step_alone(world, tmp_path, how, options):
+    """Hooks, closures, schedulers, checkpoints and the trainer that is left see base rates."""
     model = {"how": how, "scheduler": "same", "size": 8}
     saving = ModelCheckpoint(tmp_path, **ON_EXCEPTION, **OFTEN)
     options = {"max_epochs": 2, "val_check_interval": 2, "enable_checkpointing": True, **options}
     ranks = world(2).run(run, model, {"lr_scaling": "linear"}, [saving], **options)
-    at_rest = {*(f"on_{name}" for name in REST), "stepped", "schedule", "left", *further_at_rest}
     for held in (factors(held) for held, *_ in ranks):
-        assert {"on_train_start", "on_train_batch_start", "schedule"} <= held.keys()
-        assert {name: {1.0 if name in at_rest else 2.0} for name in held} == held
+        assert {"on_train_start", "on_train_batch_start", "schedule", "step", "left"} <= held.keys()
+        assert {name: {2.0 if name == "step" else 1.0} for name in held} == held
     saved = [torch.load(file)["optimizer_states"][0]["param_groups"] for file in tmp_path.glob("*.ckpt")]
-    assert {"saved": {1.0}} == factors({"saved": saved})
+    # Lightning counts no step of a raw optimizer, and saves none.
+    assert {"saved": set() if how == "raw" else {1.0}} == factors({"saved": saved})
 
 
 def logged(how: str) -> Any:
     """Body: what Lightning's monitor, ours, the module and the line at the start show of a warm-up to 3 * 0.1."""
     memory = MemoryLogger()
     strategy = {"lr_scaling": "linear", "base_batch_size": 2, "lr_warmup_steps": 2}
+    if how == "manual":
+        strategy["global_batch_size"] = 6
     options: dict[str, Any] = {"max_epochs": 2, "log_every_n_steps": 1, "logger": memory}
     *_, line = run({"how": how, "batch": 3, "size": 6}, strategy, [LearningRateMonitor(), GradAvgMonitor(1)], **options)
     return [row for _, row in memory.rows], line
 
 
 @pytest.mark.parametrize("how", ["sgd", "manual"])
-def test_monitors_and_the_start_line_show_the_effective_rate(world, how):
+def test_monitors_show_the_base_rate_and_the_factor(world, how):
     for rows, line in world(2).run(logged, how):
-        for name in ("lr-SGD/pg1", "gradavg/lr/group_0", *([] if how == "manual" else ["logged"])):
-            expected = [0.1, 0.1, 0.2, 0.3, 0.3, 0.3] if name == "lr-SGD/pg1" else [0.1, 0.2, 0.3, 0.3]
-            assert [approx(lr, 1e-6) for lr in expected] == [row[name] for row in rows if name in row], name
+        shown = {"lr-SGD/pg1": {0.1}, "logged": {0.1}, "gradavg/lr_factor/optimizer_0": [1, 2, 3, 3]}
+        if how == "manual":
+            del shown["logged"]
+        for name, expected in shown.items():
+            values = [row[name] for row in rows if name in row]
+            assert expected == (values if isinstance(expected, list) else {round(value, 6) for value in values}), name
         assert line.endswith(
-            "; global batch / base batch = 3, so learning rate x 3 after 2 warm-up steps, now 0.3, 0.03"
+            "; global batch / base batch = 3, so every optimizer step multiplies its learning rate by 3 after 2 warm-up"
+            " steps; schedulers, LearningRateMonitor and checkpoints show the base rate"
         ), line
+
+
+def trained(strategy: dict[str, Any]) -> Any:
+    """Body: train in manual optimization, by raw steps of batches of 3; return the weight and what is known."""
+    chosen = GradAvgStrategy(**strategy)
+    module = Scheduled("raw", batch=3, size=3)
+    make_trainer(chosen, **TRAINER).fit(module)
+    return module.w.item(), chosen.global_batch_size, chosen.lr_scale
+
+
+# Two ranks, one step of -0.1 at the base rate. Of a window that is not known, only the ratio to another is.
+MANUAL: list[tuple[dict[str, Any], float, int | None, float]] = [
+    ({}, 0.9, None, 1),
+    ({"lr_scaling": "linear"}, 0.8, None, 2),
+    ({"lr_scaling": "linear", "base_world_size": 2}, 0.9, None, 1),
+    ({"lr_scaling": "linear", "base_batch_size": 4, "global_batch_size": 12}, 0.7, 12, 3),
+]
+
+
+@pytest.mark.parametrize(("strategy", "weight", "global_batch", "factor"), MANUAL)
+def test_raw_steps_are_scaled(world, strategy, weight, global_batch, factor):
+    """Of a raw optimizer, without Lightning around its step; at the base rate that was -0.1 in silence."""
+    ranks = world(2).run(trained, strategy)
+    assert [(approx(weight), global_batch, approx(factor))] * 2 == ranks
+
+
+def test_a_base_batch_needs_the_global_batch_in_manual_optimization(world):
+    strategy = {"lr_scaling": "linear", "base_batch_size": 4}
+    for error in world(2).run_expecting_errors(trained, strategy):
+        assert "ValueError" == error.type_name
+        assert "base_batch_size=4 needs the global batch, but in manual optimization" in error.message
+        assert "GradAvgStrategy(global_batch_size=...)" in error.message
 
 
 def find_then_fit(folder: str, tells: bool) -> Any:
@@ -283,7 +333,7 @@ def find_then_fit(folder: str, tells: bool) -> Any:
     model.lr = finder.suggestion(skip_begin=1, skip_end=1)
     noting.held.clear()
     trainer.fit(model, data)
-    used = {group["lr"] for (group,) in noting.held["on_train_batch_start"]}
+    used = {group["lr"] for (group,) in noting.held["step"]}
     return model.lr, used, finder.results["lr"]
 
 
@@ -370,7 +420,7 @@ def thaw(strategy: dict[str, Any]) -> Any:
     thawing = BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_ratio_lr=0.1)
     options = {**TRAINER, "max_epochs": 2, "callbacks": [noting, thawing]}
     make_trainer(GradAvgStrategy(**strategy, find_unused_parameters=True), **options).fit(Frozen(noting))
-    return [[group["lr"] for group in groups] for groups in noting.held["on_before_optimizer_step"]]
+    return [[group["lr"] for group in groups] for groups in noting.held["step"]]
 
 
 def test_a_backbone_that_is_thawed_is_scaled(world):
@@ -379,29 +429,30 @@ def test_a_backbone_that_is_thawed_is_scaled(world):
         assert [[approx(0.2)]] * 4 + [[approx(0.2), approx(0.02)]] * 4 == held
 
 
-def replace_optimizers(moment: str) -> Any:
+def replace_optimizers(how: str, moment: str) -> Any:
     """Body: train with another optimizer from the second batch on; return what groups held in the steps."""
     noting = Noting()
-    module = Scheduled(size=8)
+    module = Scheduled(how, size=8)
     replaced: list[Any] = []
 
     def replace(trainer: Any, *_: Any) -> None:
-        if trainer.global_step == 1 and not replaced:
+        if len(noting.held.get("step", [])) == 1 and not replaced:
             replaced.append(torch.optim.SGD(module.parameters(), lr=0.3))
+            noting.watch(replaced[0])
             trainer.strategy.optimizers = replaced
 
     callback = Callback()
     setattr(callback, moment, replace)
     options = {**TRAINER, "callbacks": [callback, noting]}
     make_trainer(GradAvgStrategy(lr_scaling="linear"), **options).fit(module)
-    held = {name: [[group["lr"] for group in groups] for groups in noting.held[name]] for name in STEP}
+    held = [[group["lr"] for group in groups] for groups in noting.held["step"]]
     return held, replaced[0].param_groups
 
 
 @pytest.mark.parametrize("moment", ["on_train_batch_end", "on_train_batch_start"])
-def test_an_optimizer_that_replaces_another_is_scaled(world, moment):
-    """From the next batch on, and in the step of this one."""
-    for held, groups in world(2).run(replace_optimizers, moment):
-        for name in STEP[moment == "on_train_batch_start" :]:
-            assert [approx([0.2, 0.02]), *[[approx(0.6)]] * 3] == held[name], name
+@pytest.mark.parametrize("how", ["sgd", "raw"])
+def test_an_optimizer_that_replaces_another_is_scaled(world, how, moment):
+    """In the batch before which it comes."""
+    for held, groups in world(2).run(replace_optimizers, how, moment):
+        assert [approx([0.2, 0.02]), *[[approx(0.6)]] * 3] == held
         assert [0.3] == [group["lr"] for group in groups]

@@ -15,11 +15,10 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from ranks import make_trainer
-from torch import nn
 from toys import MLP, WEIGHTED, MemoryLogger, Toy, approx, make_loader, make_samples, same_everywhere, train
 
-from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, Place, Share
-from lightning_gradavg.report.part import local_gradients, squared_norm
+from lightning_gradavg import GradAvgMonitor, GradAvgStrategy
+from lightning_gradavg.report.part import squared_norm
 from lightning_gradavg.report.report import StepReport
 
 ITEM_2 = [[[1, 2, 3]], [[4]]]
@@ -45,35 +44,22 @@ def observe(*run: Any, **options: Any) -> list[StepReport]:
     return seen.reports
 
 
-def agreed(of_ranks: Sequence[Sequence[StepReport]], steps: int = 1) -> Sequence[StepReport]:
-    assert [steps] * len(of_ranks) == [len(reports) for reports in of_ranks]
-    for reports in of_ranks[1:]:
-        assert [str(report) for report in reports] == [str(report) for report in of_ranks[0]]
-    return of_ranks[0]
-
-
 def test_the_report_of_uneven_batches(world):
-    """Case 55: weights [3, 1], divisor 4, global norm 7.5, local norms 4.6667 and 16, and the same text on a rerun."""
-    report, again = (agreed(world(2).run(observe, ITEM_2, {"kind": "s"}, WEIGHTED))[0] for _ in range(2))
-    assert ((3, 1), (3, 1), 4) == (report.weights, report.samples, report.normalizer)
-    assert str(again) == str(report)
+    """Case 55: weights 3 and 1, divisor 4, global norm 7.5, and the same text on a rerun."""
+    runs = [world(2).run(observe, ITEM_2, {"kind": "s"}, WEIGHTED) for _ in range(2)]
+    assert [str(report) for (report,) in runs[0]] == [str(report) for (report,) in runs[1]]
     assert [
-        "step 0: reduction='weighted_mean', gradient = sum(n * g) / sum(n), 2 ranks",
-        "  loss                  3.75",
-        "  weights               3, 1",
-        "  multipliers           3, 1",
+        "step 0: reduction='weighted_mean', gradient = sum(n * g) / sum(n)",
+        "  weight of this rank   3",
         "  Z                     4",
-        "  global batch          4",
-        "  micro-batches         1, 1",
         "  gradient norm         7.5",
-        "  local gradient norms  4.66667, 16",
-        "  learning rates        0.01",
-    ] == str(report).splitlines()
+        "  learning rate factor  1",
+    ] == str(runs[0][0][0]).splitlines()
 
 
 WINDOWS = [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]
 SHORT = [[[1], [3], [5]], [[1], [3], [7]]]
-SHORT_NUMBERS = [(2.0, 2.0, (2.0, 2.0)), (6.0, 6.0, (5.0, 7.0))]
+SHORT_NUMBERS = [(2.0, 4.0, (2, 2)), (6.0, 2.0, (1, 1))]
 TWO = {"accumulate_grad_batches": 2}
 FOUR = {"accumulate_grad_batches": 4}
 SUM = {"reduction": "sum"}
@@ -83,60 +69,51 @@ THREE = [[[1.0]], [[3.0]], [[5.0]]]
 NODES = {"nodes": [0, 0, 1]}
 
 
-def twice_the_first(place: Place, weight: Any) -> Share:
-    factor = 2.0 if place.rank == 0 else 1.0
-    return Share(factor * weight, factor * weight)
-
-
-# What each rank reads, the toy, the strategy, further options; of every step the loss, the norm and the local norms.
+# What each rank reads, the toy, the strategy, further options; of every step the norm, Z, and each rank's weight.
 # fmt: off
 REPORTS: dict[str, tuple[Any, ...]] = {
-    "case 54, strided": ([[[1, 3]], [[2, 4]]], {"kind": "s"}, {}, {}, [(3.75, 7.5, (5.0, 10.0))]),
-    "case 54, weighted": (ITEM_2, {"kind": "s"}, WEIGHTED, {}, [(3.75, 7.5, (14 / 3, 16.0))]),
-    "case 17": ([[[8.0]] * 4] * 2, {}, {}, FOUR, [(8.0, 8.0, (8.0, 8.0))]),
-    "a weighted mean over windows": (WINDOWS, {}, WEIGHTED, TWO, [(4.5, 4.5, (2.5, 6.5))]),
-    "a sum over windows": (WINDOWS, {"loss": "sum"}, SUM, TWO, [(36.0, 36.0, (10.0, 26.0))]),
-    "a normalized sum": (
-        WINDOWS, {"loss": "sum"}, {"reduction": "normalized_sum"}, TWO, [(4.5, 4.5, (10.0, 26.0))]),
+    "case 54, strided": ([[[1, 3]], [[2, 4]]], {"kind": "s"}, {}, {}, [(7.5, 2.0, (1, 1))]),
+    "case 54, weighted": (ITEM_2, {"kind": "s"}, WEIGHTED, {}, [(7.5, 4.0, (3, 1))]),
+    "case 17": ([[[8.0]] * 4] * 2, {}, {}, FOUR, [(8.0, 8.0, (4, 4))]),
+    "a weighted mean over windows": (WINDOWS, {}, WEIGHTED, TWO, [(4.5, 8.0, (4, 4))]),
+    "a sum over windows": (WINDOWS, {"loss": "sum"}, SUM, TWO, [(36.0, 1.0, (2, 2))]),
+    "a normalized sum": (WINDOWS, {"loss": "sum"}, {"reduction": "normalized_sum"}, TWO, [(4.5, 8.0, (4, 4))]),
     "case 13, a short last window": (SHORT, {}, {}, TWO, SHORT_NUMBERS),
     "case 13, weighted": (SHORT, {}, WEIGHTED, TWO, SHORT_NUMBERS),
     "static graph, weighted": (
-        ITEM_2, {"kind": "s"}, {**WEIGHTED, "static_graph": True}, {}, [(3.75, 7.5, (14 / 3, 16.0))]),
-    "case 5, a rank without samples": ([[[2, 4]], [[]]], {}, WEIGHTED, {}, [(3.0, 3.0, (3.0, 0.0))]),
+        ITEM_2, {"kind": "s"}, {**WEIGHTED, "static_graph": True}, {}, [(7.5, 4.0, (3, 1))]),
+    "case 5, a rank without samples": ([[[2, 4]], [[]]], {}, WEIGHTED, {}, [(3.0, 2.0, (2, 0))]),
     "two parameters": (
         [[[[3, 0]]], [[[0, 4]]]], {"start": [0.0, 0.0]}, {**WEIGHTED, "gradient_as_bucket_view": True}, {},
-        [(0.0, 2.5, (3.0, 4.0))]),
-    "named nodes": (THREE, {}, {"reduction": "mean_of_node_means"}, NODES, [(3.5, 3.5, (1.0, 3.0, 5.0))]),
-    "a rule of the user": (THREE, {}, {"reduction": twice_the_first}, NODES, [(2.5, 2.5, (1.0, 3.0, 5.0))]),
-    "a loss scale is removed": ([[[[3.0, 4.0]]]] * 2, FLOAT32, WEIGHTED, SCALED, [(7.0, 5.0, (5.0, 5.0))]),
+        [(2.5, 2.0, (1, 1))]),
+    "named nodes": (THREE, {}, {"reduction": "mean_of_node_means"}, NODES, [(3.5, 2.0, (1, 1, 1))]),
+    "a loss scale is removed": ([[[[3.0, 4.0]]]] * 2, FLOAT32, WEIGHTED, SCALED, [(5.0, 2.0, (1, 1))]),
 }
 # fmt: on
 
 
 @pytest.mark.parametrize("name", REPORTS)
-def test_loss_and_norms(world, name):
-    """For one parameter `g = sum(w * g_r) / Z` holds among the reported numbers."""
+def test_what_a_window_knows(world, name):
+    """The norm of the reduced gradient, Z, and the rank's own weight."""
     batches, toy, strategy, options, expected = REPORTS[name]
     run = observe, batches, {"lr": 0.0, **toy}, strategy
-    reports = agreed(world(len(batches)).run(*run, **options), len(expected))
+    ranks = world(len(batches)).run(*run, **options)
     close = functools.partial(approx, tolerance=1e-6 if toy is FLOAT32 else 1e-12)
-    for index, (report, (loss, norm, local_norms)) in enumerate(zip(reports, expected, strict=True)):
-        assert (index, close(loss), close(norm)) == (report.step, report.loss, report.gradient_norm)
-        assert tuple(map(close, local_norms)) == report.local_gradient_norms
-        if "start" not in toy:
-            summed = sum(w * g for w, g in zip(report.multipliers, report.local_gradient_norms, strict=True))
-            assert approx(summed / report.normalizer) == report.gradient_norm
+    assert len(ranks) == len(batches)
+    for rank, reports in enumerate(ranks):
+        assert [(step, close(norm), close(z), weights[rank]) for step, (norm, z, weights) in enumerate(expected)] == [
+            (report.step, report.gradient_norm, report.normalizer, report.weight) for report in reports
+        ]
 
 
 @pytest.mark.parametrize("options", [{"num_replicas": 4}, {"equivalent_to": "single_device"}])
 def test_reference_modes(world, options):
-    """Under equivalent_to= the loss and the norm are those of one process, however the replicas share the batch."""
+    """Under equivalent_to= the norm and Z are those of one process, however the replicas share the batch."""
     strategy = {"equivalent_to": "data_parallel", **options}
-    reports = agreed(world(2).run(observe, [[[1, 2, 3, 4], [5]]] * 2, {"kind": "s", "lr": 0.0}, strategy), steps=2)
-    assert [(approx(3.75), approx(7.5)), (approx(12.5), approx(25.0))] == [
-        (report.loss, report.gradient_norm) for report in reports
-    ]
-    assert {(None, None)} == {report.samples for report in reports}, "a rank's loss may reach another's samples"
+    for reports in world(2).run(observe, [[[1, 2, 3, 4], [5]]] * 2, {"kind": "s", "lr": 0.0}, strategy):
+        assert [(approx(7.5), 4), (approx(25.0), 1)] == [
+            (report.gradient_norm, report.normalizer) for report in reports
+        ]
 
 
 @pytest.mark.parametrize("strategy", [{}, {**WEIGHTED, "gradient_as_bucket_view": True}])
@@ -162,22 +139,19 @@ def monitored(
 
 
 def test_every_value(world):
-    """Item 2's split."""
+    """Item 2's split; a logger writes what rank 0 has."""
     batches = [[[1, 2, 3]] * 2, [[4]] * 2]
-    options = {"every_n_steps": 1, "per_rank": True}
-    results = world(2).run(monitored, batches, options, {"kind": "s", "lr": 0.0}, WEIGHTED)
-    (first, values), (second, later) = results[0]
-    assert (0, 1) == (first, second)
-    expected = {"loss": 3.75, "normalizer": 4, "gradient_norm": 7.5}
-    expected |= {"lr_scale": 1, "lr/group_0": 0, "global_batch_size": 4}
-    for name, (mean, smallest, largest, *of_ranks) in {
-        "weight": (2, 1, 3, 3, 1),
-        "local_gradient_norm": (31 / 3, 14 / 3, 16, 14 / 3, 16),
-    }.items():
-        expected |= {f"{name}/mean": mean, f"{name}/min": smallest, f"{name}/max": largest}
-        expected |= {f"{name}/rank_{rank}": value for rank, value in enumerate(of_ranks)}
-    assert {f"gradavg/{name}": approx(value) for name, value in expected.items()} == values
-    assert values == later
+    scaled = {**WEIGHTED, "lr_scaling": "linear", "base_world_size": 1, "lr_warmup_steps": 1}
+    ranks = world(2).run(monitored, batches, {"every_n_steps": 1}, {"kind": "s", "lr": 0.0}, scaled)
+    for rank, rows in enumerate(ranks):
+        expected = [
+            {"weight": (3, 1)[rank], "normalizer": 4, "gradient_norm": 7.5, "lr_factor/optimizer_0": factor}
+            for factor in (1, 2)
+        ]
+        assert [
+            (step, {f"gradavg/{name}": approx(value) for name, value in values.items()})
+            for step, values in enumerate(expected)
+        ] == rows
 
 
 @pytest.mark.parametrize(
@@ -192,30 +166,25 @@ def test_how_often(world, every, log_every, steps):
 
 
 COLLECTIVES = [(dist, "all_reduce"), (dist, "all_gather"), (dist, "all_gather_object")]
-HOOKS = [(torch.Tensor, "register_post_accumulate_grad_hook"), (torch.Tensor, "register_hook")]
 
 
-def count_work(per_rank: Sequence[Any], monitors: Sequence[GradAvgMonitor]) -> list[int]:
-    """Body: train, and return how many collectives Python started, and how many hooks it registered."""
+def count_collectives(per_rank: Sequence[Any], monitors: Sequence[GradAvgMonitor]) -> int:
+    """Body: train, and return how many collectives Python started."""
     with ExitStack() as stack:
         counts = [
-            [
-                stack.enter_context(mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name)))
-                for owner, name in kind
-            ]
-            for kind in (COLLECTIVES, HOOKS)
+            stack.enter_context(mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name)))
+            for owner, name in COLLECTIVES
         ]
         train(per_rank, callbacks=monitors)
-        return [sum(each.call_count for each in kind) for kind in counts]
+        return sum(count.call_count for count in counts)
 
 
 def test_steps_that_are_not_logged_do_nothing(world):
-    """A logged step costs one exchange and one hook per parameter; 12 steps with 2 of them logged cost twice that."""
+    """A logged step costs one exchange; 12 steps with 2 of them logged cost twice that."""
     batches = [[[index] for index in range(12)]] * 2
     monitors = [GradAvgMonitor(6, check_data=False)]
-    alone, watched = (world(2).run(count_work, batches, each) for each in ([], monitors))
-    for (collectives, hooks), found in zip(alone, watched, strict=True):
-        assert [collectives + 2, hooks + 2] == found
+    alone, watched = (world(2).run(count_collectives, batches, each) for each in ([], monitors))
+    assert [collectives + 2 for collectives in alone] == watched
 
 
 def shown_metrics(prog_bar: bool) -> tuple[set[str], set[str]]:
@@ -225,12 +194,12 @@ def shown_metrics(prog_bar: bool) -> tuple[set[str], set[str]]:
     return {name for name in trainer.progress_bar_metrics if "/" in name}, set(trainer.callback_metrics)
 
 
-@pytest.mark.parametrize(("prog_bar", "shown"), [(True, {"run/loss", "run/gradient_norm"}), (False, set())])
+@pytest.mark.parametrize(("prog_bar", "shown"), [(True, {"run/gradient_norm"}), (False, set())])
 def test_the_progress_bar(world, prog_bar, shown):
-    """With prog_bar the loss and the norm are in the progress bar, and in callback_metrics always, by the prefix."""
+    """With prog_bar the norm is in the progress bar, and in callback_metrics always, by the prefix."""
     for in_bar, in_callbacks in world(2).run(shown_metrics, prog_bar):
         assert shown == in_bar
-        assert {"run/loss", "run/gradient_norm", "run/weight/min"} <= in_callbacks
+        assert {"run/gradient_norm", "run/normalizer", "run/weight"} <= in_callbacks
 
 
 def warned_of_data(per_rank: Sequence[Sequence[float]], steps: int) -> list[str]:
@@ -262,22 +231,3 @@ def test_norms_that_need_care():
     values = torch.tensor([[1.0, 2], [3, 4], [5, 6]])
     gradient = torch.sparse_coo_tensor(rows, values, (5, 2), check_invariants=True)
     assert 16 + 36 + 25 + 36 == pytest.approx(float(squared_norm([gradient])))
-
-
-def test_what_is_accumulated_is_seen():
-    """A hook sees the gradient of the whole window, and no hook is left afterwards, not even after an error."""
-    used = nn.Parameter(torch.ones(2))
-    unused = nn.Parameter(torch.ones(1))
-    (used * torch.tensor([1.0, 2.0])).sum().backward()
-    (unused * 5).sum().backward()
-    with local_gradients([used, unused, nn.Parameter(torch.zeros(2))], accumulated=True) as squares:
-        (used * torch.tensor([2.0, 2.0])).sum().backward()
-        assert used.grad is not None
-        used.grad.zero_()  # as a reduction overwrites it
-    assert {used: 9 + 16, unused: 25} == {parameter: float(square) for parameter, square in squares.items()}
-
-    with pytest.raises(KeyError), local_gradients([used], accumulated=False) as later:
-        raise KeyError
-    used.sum().backward()
-    assert {} == later
-    assert 25 == squares[used]

@@ -6,7 +6,10 @@ import itertools
 import json
 import math
 import re
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import suppress
+from copy import deepcopy
+from fractions import Fraction
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -125,47 +128,99 @@ def test_warmup_and_steps() -> None:
     assert [warmup_factor(4.0, step, 3) for step in range(5)] == [1.0, 2.0, 3.0, 4.0, 4.0]
     assert [warmup_factor(0.5, step, 2) for step in range(4)] == [1.0, 0.75, 0.5, 0.5]
     assert warmup_factor(4.0, 0, 0) == 4.0
-    pairs = ((1000, 4.0), (5, 2.0), (1, 64.0), (0, 4.0), (100, 0.25))
-    assert [scaled_steps(steps, scale) for steps, scale in pairs] == [250, 3, 1, 0, 400]
+    lengths: list[tuple[int, Any, int]] = [
+        (1000, 4, 250),
+        (5, 2, 3),
+        (1, 64, 1),
+        (0, 4, 0),
+        (100, Fraction(1, 4), 400),
+        (5, Fraction(96, 320), 17),
+        (5, 96 / 320, 17),
+        (5, Fraction(10, 3), 2),
+        (5, 10 / 3, 2),
+    ]
+    assert [length for *_, length in lengths] == [scaled_steps(steps, scale) for steps, scale, _ in lengths]
 
 
 BASE = 1000
 """The base batch."""
 SCALES = (4.0, 3.0, 0.7, 9.0, 1.0)
-VALUES = (None, 0.007, 0.3)
-"""Rates that a user writes. Divided by some factors and multiplied again, 0.007 has other bits, and vice versa 0.1."""
 
 
-def make(kind: str) -> torch.optim.Optimizer:
-    """Return an optimizer with one group at 0.1 and one at 0.01, or with tensors for rates, two or one in common."""
-    groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "lr": lr} for lr in (0.1, 0.01)]
-    optimizer: torch.optim.Optimizer = torch.optim.Adam(groups) if kind == "adam" else torch.optim.SGD(groups)
-    tensors = [torch.tensor(lr, dtype=torch.float64) for lr in (0.1, 0.01)]
-    for group, tensor in zip(optimizer.param_groups, tensors, strict=True):
-        group["lr"] = {"tensors": tensor, "shared": tensors[0]}.get(kind, group["lr"])
-    return optimizer
+class Calls(SGD):
+    """Calls the step of its base class, so that torch calls hooks twice."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
 
 
-def moving(groups: Any) -> list[dict[str, Any]]:
-    held = [{name: group[name] for name in ("lr", "betas", "eps") if name in group} for group in groups]
-    return [{**group, "lr": float(group["lr"])} for group in held]
+class Makes(SGD):
+    """Gives its base class a closure of its own."""
+
+    note: Callable[[float], Any]
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(lambda: self.note(self.param_groups[0]["lr"]))
+
+
+class Raises(SGD):
+    """Raises in its step if there is no gradient."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        raise KeyError
+
+
+class Catches(SGD):
+    """Steps even if its closure raises."""
+
+    def step(self, closure: Any = None) -> Any:
+        with suppress(KeyError):
+            closure()
+        return super().step()
+
+
+class Halves(SGD):
+    """Adapts its learning rate after every step, in place where it is a tensor."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            group["lr"] *= 0.5
+
+
+def optimizer_of(kind: Any, lr: Any = 0.1, **options: Any) -> Any:
+    """Return an optimizer of one parameter at 0, whose gradient is 1."""
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    parameter.grad = torch.ones_like(parameter)
+    return kind([parameter], lr=lr, **options)
+
+
+def tensor(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def add_group(optimizer: Any, lr: float = 0.01) -> None:
+    late = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    late.grad = torch.ones_like(late)
+    optimizer.add_param_group({"params": [late], "lr": lr})
+
+
+def attached(*optimizers: Any, lr_scaling: Any = "linear", scale: float = 2, warmup: int = 0) -> Rates:
+    """Return the part of a run that trains with these optimizers."""
+    rates = Rates(GradAvgStrategy()._options, lr_scaling=lr_scaling, base_batch_size=BASE, lr_warmup_steps=warmup)
+    trainer = SimpleNamespace(callbacks=[], optimizers=list(optimizers), precision_plugin=None)
+    loop = SimpleNamespace(accumulation=1, skips_backward=False)
+    module = SimpleNamespace(automatic_optimization=True)
+    rates.setup(cast(Any, SimpleNamespace(world=World(), trainer=trainer, loop=loop, module=module, num_nodes=1)))
+    follow(rates, scale)
+    rates.on_train_start()
+    return rates
 
 
 def follow(rates: Rates, scale: float) -> None:
     rates.prepare_loaders("train")
     rates.add_loader(round(scale * BASE))
-
-
-def attached(
-    *optimizers: torch.optim.Optimizer, lr_scaling: str = "linear", scale: float = 4, warmup: int = 0
-) -> Rates:
-    rates = Rates(GradAvgStrategy()._options, lr_scaling=lr_scaling, base_batch_size=BASE, lr_warmup_steps=warmup)
-    trainer = SimpleNamespace(callbacks=[], optimizers=list(optimizers))
-    loop = SimpleNamespace(accumulation=1)
-    rates.run = cast(Any, SimpleNamespace(world=World(), trainer=trainer, loop=loop))
-    rates.setup_optimizers(optimizers)
-    follow(rates, scale)
-    return rates
 
 
 def counted_by(rates: Rates) -> Any:
@@ -174,181 +229,318 @@ def counted_by(rates: Rates) -> Any:
     return saved["rates"]["steps"]
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adam", "tensors", "shared"])
-@given(
-    batches=st.lists(
-        st.tuples(st.sampled_from(SCALES), st.sampled_from(VALUES), st.booleans(), st.sampled_from([0, 1, 2])),
-        max_size=6,
-    ),
-    warmup=st.sampled_from([0, 3]),
-)
-def test_groups_hold_scaled_values_in_a_step_and_base_values_between(kind: str, batches: Any, warmup: int) -> None:
-    """Under any scale, with rates that are written, groups that are added, and steps that fail."""
-    rule, steps, optimizer = "adam_sde" if kind == "adam" else "linear", 0, make(kind)
-    rates, groups = attached(optimizer, lr_scaling=rule, warmup=warmup), optimizer.param_groups
-    tensors = [group["lr"] for group in groups if isinstance(group["lr"], torch.Tensor)]
-
-    def step(expected: Any, fails: bool) -> None:
-        assert moving(groups) == expected
-        if fails:
-            raise KeyError
-
-    for scale, written, fails, changed in batches:
-        if changed == 2:
-            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.5})
-        base = moving(groups)
-        rates.scale_groups()
-        follow(rates, scale)
-        assert moving(groups) == base
-        full, moments = SCALINGS[rule].factor(scale), SCALINGS[rule].moments
-        factor = 1 + (full - 1) * steps / warmup if steps < warmup else full
-        expected = [{**group, **moments(scale, group), "lr": group["lr"] * factor} for group in base]
-        assert rates.learning_rates() == tuple(group["lr"] for group in expected)
-        rates.scale_groups()
-        assert moving(groups) == expected
-        for group in [] if written is None else [0, 1] if kind == "shared" else [changed]:
-            expected[group]["lr"], base[group]["lr"] = written, written / factor
-            groups[group]["lr"] = tensors[group].fill_(written) if group < len(tensors) else written
-        assert moving(rates.optimizer_state(optimizer, optimizer.state_dict())["param_groups"]) == base
-        with pytest.raises(KeyError) if fails else nullcontext():
-            rates.optimizer_step(optimizer, partial(step, expected, fails))
-        steps += not fails
-        assert moving(groups) == base
-        assert all(group["lr"] is tensor for group, tensor in zip(groups, tensors, strict=False))
-    assert counted_by(rates) == [steps]
+def values_of(optimizer: Any) -> Any:
+    return [parameter.item() for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def added(optimizer: Any, lr: Any = 0.5) -> None:
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": lr})
+def rates_of(optimizer: Any) -> Any:
+    return [float(group["lr"]) for group in optimizer.param_groups]
 
 
-def added_twice(optimizer: Any) -> None:
-    added(optimizer)
-    added(optimizer, 0.3)
+# The optimizer and its options, at scale 2; the sum of all gradients is that of a step, so a step goes down by 0.2.
+# fmt: off
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "SGD": (SGD, {}),
+    "SGD, fused": (SGD, {"fused": True}),
+    "SGD, foreach": (SGD, {"foreach": True}),
+    "SGD, a tensor": (SGD, {"lr": 0.1, "tensor": True}),
+    "SGD, fused, a tensor": (SGD, {"fused": True, "tensor": True}),
+    "Adam": (Adam, {"eps": 0.0}),
+    "Adam, fused": (Adam, {"eps": 0.0, "fused": True}),
+    "Adam, foreach": (Adam, {"eps": 0.0, "foreach": True}),
+    "Adam, a tensor": (Adam, {"eps": 0.0, "tensor": True}),
+    "Adam, fused, a tensor": (Adam, {"eps": 0.0, "fused": True, "tensor": True}),
+    "AdamW without decay": (AdamW, {"eps": 0.0, "weight_decay": 0.0}),
+    "super().step()": (Calls, {}),
+    "super().step(closure)": (Makes, {}),
+}
+# fmt: on
 
 
-def added_by_default(optimizer: Any) -> None:
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_every_step_is_scaled_once_and_shows_base_values(name: str, with_closure: bool) -> None:
+    """A raw step, with nothing of Lightning around it."""
+    kind, options = KINDS[name]
+    lr: Any = tensor(0.1) if options.get("tensor") else 0.1
+    optimizer = optimizer_of(kind, lr, **{key: value for key, value in options.items() if key not in ("tensor", "lr")})
+    seen: list[float] = []
+    optimizer.note = seen.append
+    rates = attached(optimizer)
+    optimizer.step(lambda: seen.append(rates_of(optimizer)[0])) if with_closure else optimizer.step()
+    assert [pytest.approx(-0.2, rel=1e-7)] == values_of(optimizer)
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert rates_of(optimizer) == [0.1]
+    assert {0.1} >= set(seen)
+    assert seen or not (with_closure or kind is Makes)
+    assert counted_by(rates) == [1]
+    rates.teardown()
+    optimizer.step()
+    assert [pytest.approx(-0.3, rel=1e-7)] == values_of(optimizer)
 
 
-def saved_and_loaded(optimizer: Any) -> None:
+def test_capturable_rates_are_scaled() -> None:
+    """Where the learning rate and the betas are tensors, as a captured graph needs them, they are written in place."""
+    betas = (tensor(0.9), tensor(0.99))
+    optimizer = optimizer_of(Adam, tensor(0.1), betas=betas, eps=0.0)
+    seen: list[Any] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(None))
+    rates = attached(optimizer, lr_scaling="adam_sde", scale=4)
+    optimizer.register_step_pre_hook(lambda *_: seen.append([value.item() for value in betas]))
+    optimizer.step()
+    assert [None, pytest.approx([0.6, 0.96])] == seen
+    assert [pytest.approx(-0.2)] == values_of(optimizer)
+    assert [id(value) for value in betas] == [id(value) for value in optimizer.param_groups[0]["betas"]]
+    assert [value.item() for value in betas] == [0.9, 0.99]
+    assert rates.factors() == (2.0,)
+
+
+def test_lbfgs_is_scaled() -> None:
+    """It reads its rate before the closure; the first step is min(1, 1 / |g|) * lr * g."""
+    optimizer = optimizer_of(torch.optim.LBFGS, max_iter=1)
+    seen: list[float] = []
+
+    def closure() -> torch.Tensor:
+        seen.extend(rates_of(optimizer))
+        return torch.zeros(())
+
+    rates = attached(optimizer)
+    optimizer.step(closure)
+    assert ([pytest.approx(-0.2)], [0.1], [1]) == (values_of(optimizer), rates_of(optimizer), counted_by(rates))
+    assert seen == [0.1]
+
+
+def write(optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] = 0.3
+
+
+def fail(optimizer: Any) -> None:
+    raise KeyError
+
+
+def step_again(optimizer: Any) -> None:
+    optimizer.step()
+
+
+def load(optimizer: Any) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
 
 
-def written_saved_and_loaded(optimizer: Any) -> None:
-    optimizer.param_groups[0]["lr"] = 0.8
-    optimizer.load_state_dict(optimizer.state_dict())
+def add_and_fail(optimizer: Any) -> None:
+    add_group(optimizer)
+    raise KeyError
 
 
-def removed(optimizer: Any) -> None:
-    del optimizer.param_groups[0]
+def fail_within(optimizer: Any) -> None:
+    """Catch what a step within the closure raises."""
+    with suppress(KeyError):
+        optimizer.step(lambda: fail(optimizer))
 
 
-def removed_and_back(optimizer: Any) -> None:
-    group = optimizer.param_groups.pop(0)
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.5})
-    optimizer.param_groups.append(group)
-
-
-# What a user does to the groups within a step, and the base rates from then on; by default there is one of 0.001.
-CHANGES: dict[str, tuple[Any, list[float]]] = {
-    "a group": (added, [0.1, 0.01, 0.5]),
-    "a group at the default rate": (added_by_default, [0.1, 0.01, 0.001]),
-    "a state of this step": (saved_and_loaded, [0.1, 0.01]),
-    "a rate and a state of this step": (written_saved_and_loaded, [0.2, 0.01]),
-    "a state of before": (lambda optimizer: optimizer.load_state_dict(make("sgd").state_dict()), [0.1, 0.01]),
-    "no first group": (removed, [0.01]),
-    "the first group as the last": (removed_and_back, [0.01, 0.5, 0.1]),
-    "two groups": (added_twice, [0.1, 0.01, 0.5, 0.3]),
+# What the closure does; the parameters after that one step and after another one, and the base rates afterwards.
+CLOSURES: dict[str, tuple[Any, list[float], list[float], list[float], list[int]]] = {
+    "nothing": (lambda optimizer: None, [-0.2], [-0.4], [0.1], [2]),
+    "writes a rate": (write, [-0.6], [-1.2], [0.3], [2]),
+    "adds a group": (add_group, [-0.2, -0.02], [-0.4, -0.04], [0.1, 0.01], [2]),
+    "loads a state": (load, [-0.2], [-0.4], [0.1], [2]),
+    "raises": (fail, [0.0], [-0.2], [0.1], [1]),
+    "adds a group and raises": (add_and_fail, [0.0, 0.0], [-0.2, -0.02], [0.1, 0.01], [1]),
+    "steps": (step_again, [-0.4], [-0.6], [0.1], [3]),
+    "catches a step that raises": (fail_within, [-0.2], [-0.4], [0.1], [2]),
 }
 
 
-@pytest.mark.parametrize(("change", "base"), CHANGES.values(), ids=CHANGES)
-def test_groups_that_change_within_a_step_are_scaled_in_it(change: Any, base: list[float]) -> None:
-    """And they are at rest afterwards, in checkpoints, too."""
-    optimizer = make("sgd")
+@pytest.mark.parametrize("kind", [SGD, Calls])
+@pytest.mark.parametrize("name", CLOSURES)
+def test_a_closure_sees_base_values_and_what_it_does_is_scaled(kind: Any, name: str) -> None:
+    act, after_one, after_two, base, counted = CLOSURES[name]
+    optimizer = optimizer_of(kind)
     rates = attached(optimizer)
-    rates.scale_groups()
-    change(optimizer)
-    assert pytest.approx([4 * lr for lr in base]) == [group["lr"] for group in optimizer.param_groups]
-    assert pytest.approx([4 * lr for lr in base]) == list(rates.learning_rates())
-    saved = rates.optimizer_state(optimizer, optimizer.state_dict())["param_groups"]
-    assert base == [group["lr"] for group in saved]
-    used = rates.optimizer_step(optimizer, lambda: [group["lr"] for group in optimizer.param_groups])
-    assert pytest.approx([4 * lr for lr in base]) == used
-    for _ in range(2):
-        assert base == [group["lr"] for group in optimizer.param_groups]
-        assert {"add_param_group", "load_state_dict"}.isdisjoint(vars(optimizer))
-        rates.scale_groups()
-        rates.restore_groups()
+    seen: list[float] = []
+
+    def closure() -> None:
+        seen.append(rates_of(optimizer)[0])
+        act(optimizer)
+
+    with suppress(KeyError):
+        optimizer.step(closure)
+    assert (pytest.approx(after_one), base, [0.1]) == (values_of(optimizer), rates_of(optimizer), seen)
+    assert base == [group["lr"] for group in optimizer.state_dict()["param_groups"]]
+    optimizer.step()
+    assert (pytest.approx(after_two), base, counted) == (values_of(optimizer), rates_of(optimizer), counted_by(rates))
 
 
-def test_a_group_past_the_method_of_torch_is_scaled_when_the_optimizer_steps() -> None:
-    optimizer = make("sgd")
+@pytest.mark.parametrize("lightning", [False, True])
+def test_a_step_that_raises_leaves_base_values(lightning: bool) -> None:
+    """Behind Lightning's step, and behind the training step in which a user took it."""
+    optimizer = optimizer_of(Raises)
     rates = attached(optimizer)
-    rates.scale_groups()
-    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [], "lr": 0.5})
-    used = rates.optimizer_step(optimizer, lambda: [group["lr"] for group in optimizer.param_groups])
-    assert pytest.approx([0.4, 0.04, 2]) == used
-    assert [0.1, 0.01, 0.5] == [group["lr"] for group in optimizer.param_groups]
+    with suppress(KeyError):
+        rates.optimizer_step(optimizer, optimizer.step) if lightning else optimizer.step()
+    if not lightning:
+        rates.end_failed_steps()
+    assert ([0.1], [0]) == (rates_of(optimizer), counted_by(rates))
+    with suppress(KeyError):
+        optimizer.step()
+    assert [pytest.approx(-0.4)] == values_of(optimizer)
 
 
-def test_a_new_group_may_share_a_tensor_with_one_that_is_scaled() -> None:
+def test_a_step_that_goes_on_without_its_closure_is_refused() -> None:
+    optimizer = optimizer_of(Catches)
+    rates = attached(optimizer)
+    with pytest.raises(RuntimeError, match="the closure of a step of Catches raised, and the step went on"):
+        optimizer.step(lambda: fail(optimizer))
+    assert [0.1] == rates_of(optimizer)
+    assert rates.factors() == (2.0,)
+
+
+@pytest.mark.parametrize("lr", [0.1, tensor(0.1)])
+def test_a_rate_that_the_optimizer_writes_is_a_scaled_one(lr: Any) -> None:
+    optimizer = optimizer_of(Halves, lr)
+    attached(optimizer)
+    for value, base in ((-0.2, 0.05), (-0.3, 0.025)):
+        optimizer.step()
+        assert ([pytest.approx(value)], [pytest.approx(base)]) == (values_of(optimizer), rates_of(optimizer))
+
+
+def test_groups_may_share_a_tensor() -> None:
     """As where the rate of the constructor is a tensor, which all groups without a rate have in common."""
-    rate = torch.tensor(0.1, dtype=torch.float64)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=rate)
+    rate = tensor(0.1)
+    optimizer = optimizer_of(SGD, rate)
     rates = attached(optimizer)
-    rates.scale_groups()
-    added_by_default(optimizer)
-    assert [rate, rate] == [group["lr"] for group in optimizer.param_groups]
-    assert pytest.approx(0.4) == rate.item()
-    rates.restore_groups()
-    assert rate.item() == 0.1
+    late = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    late.grad = torch.ones_like(late)
+    optimizer.add_param_group({"params": [late]})
+    optimizer.step()
+    assert ([pytest.approx(-0.2)] * 2, 0.1) == (values_of(optimizer), rate.item())
+    assert {id(rate)} == {id(group["lr"]) for group in optimizer.param_groups}
+    assert counted_by(rates) == [1]
 
 
-def test_a_report_leaves_out_groups_without_a_rate() -> None:
-    """As of Adafactor, which may compute its own."""
-    optimizer = make("sgd")
-    rates = attached(optimizer, lr_scaling="none")
-    optimizer.param_groups[0]["lr"] = None
-    assert rates.learning_rates() == (0.01,)
+@given(
+    batches=st.lists(
+        st.tuples(st.sampled_from(SCALES), st.sampled_from([None, 0.007, 0.3]), st.booleans()), max_size=6
+    ),
+    warmup=st.sampled_from([0, 3]),
+    adam=st.booleans(),
+)
+def test_any_run_of_steps(batches: Any, warmup: int, adam: bool) -> None:
+    """Under any scale, with rates that are written and steps that fail: bit by bit, base values between steps."""
+    optimizer = optimizer_of(Adam if adam else SGD)
+    rule = "adam_sde" if adam else "linear"
+    rates = attached(optimizer, lr_scaling=rule, warmup=warmup)
+    (group,) = optimizer.param_groups
+    seen: list[dict[str, Any]] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(dict(group)))
+    steps = 0
+    for scale, written, fails in batches:
+        follow(rates, scale)
+        group["lr"] = group["lr"] if written is None else written
+        base = dict(group)
+        with suppress(KeyError):
+            optimizer.step((lambda: fail(optimizer)) if fails else None)
+        full, moments = SCALINGS[rule].factor(scale), SCALINGS[rule].moments
+        factor = 1 + (full - 1) * steps / warmup if steps < warmup else full
+        assert {**base, **moments(scale, base), "lr": base["lr"] * factor} == seen.pop()
+        assert base == group
+        steps += not fails
+    assert counted_by(rates) == [steps]
+
+
+class Forwards(torch.optim.Optimizer):
+    """Wraps another optimizer, and never calls `Optimizer.__init__`."""
+
+    def __init__(self, wrapped: torch.optim.Optimizer) -> None:
+        self.wrapped = wrapped
+        self.param_groups = wrapped.param_groups
+        self.defaults = wrapped.defaults
+
+    def step(self, closure: Any = None) -> Any:
+        return self.wrapped.step(closure)
+
+
+def test_an_optimizer_without_hooks_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Forwards cannot be scaled: it never calls torch\.optim\.Optimizer\.__in"):
+        attached(Forwards(optimizer_of(SGD)))
+
+
+def test_a_step_past_the_hooks_is_an_error() -> None:
+    """Unless a loss scaler, which skips steps, is there to skip it."""
+    optimizer = optimizer_of(SGD)
+    rates = attached(optimizer)
+    with pytest.raises(
+        RuntimeError, match=r"SGD took a step in which torch called no hook, so lr_scaling='linear' has"
+    ):
+        rates.optimizer_step(optimizer, lambda: None)
+    cast(Any, rates.run.trainer).precision_plugin = SimpleNamespace(scaler=torch.amp.GradScaler("cpu"))
+    rates.optimizer_step(optimizer, lambda: None)
+    assert counted_by(rates) == [0]
+
+
+def test_steps_that_a_loss_scaler_skips_do_not_count() -> None:
+    optimizer = optimizer_of(SGD)
+    (parameter,) = optimizer.param_groups[0]["params"]
+    rates = attached(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    for gradient, value, counted in ((math.inf, 0.0, 0), (0.5, -0.2, 1)):
+        parameter.grad.fill_(gradient)
+        scaler.scale(torch.ones(()))  # by 1, and after the step that is skipped by 0.5
+        cast(Any, rates.run.trainer).precision_plugin = SimpleNamespace(scaler=scaler)
+        rates.optimizer_step(optimizer, partial(scaler.step, optimizer))
+        scaler.update()
+        assert ([pytest.approx(value)], [0.1], [counted]) == (
+            values_of(optimizer),
+            rates_of(optimizer),
+            counted_by(rates),
+        )
 
 
 def test_optimizers_that_come_later() -> None:
-    """One that was not returned is scaled in its steps; those of before go on counting."""
-    before, late = make("sgd"), make("sgd")
+    """Those that replace others, and one that only Lightning's step knows; those of before go on counting."""
+    before, late, unknown = (optimizer_of(SGD) for _ in range(3))
     rates = attached(before)
-    for _ in range(2):
-        rates.optimizer_step(before, lambda: None)
-    assert pytest.approx([0.4, 0.04]) == rates.optimizer_step(late, lambda: [one["lr"] for one in late.param_groups])
-    assert [0.1, 0.01] == [one["lr"] for one in late.param_groups]
-    assert counted_by(rates) == [2]
-    rates.run.trainer.optimizers = [make("sgd"), before]
-    assert counted_by(rates) == [0, 2]
-    rates.scale_groups()
-    assert [[0.4, 0.04]] * 2 == [[one["lr"] for one in each.param_groups] for each in rates.run.trainer.optimizers]
-    rates.setup_optimizers(rates.run.trainer.optimizers)
-    assert counted_by(rates) == [0, 2]
+    before.step()
+    rates.optimizer_step(unknown, unknown.step)
+    rates.run.trainer.optimizers = [late, before]
+    rates.attach([late, before])
+    late.step()
+    before.step()
+    assert [pytest.approx(value) for value in (-0.2, -0.4, -0.2)] == [
+        values_of(optimizer)[0] for optimizer in (late, before, unknown)
+    ]
+    assert counted_by(rates) == [1, 2]
+
+
+def test_an_optimizer_in_the_list_of_the_trainer_is_scaled_from_the_next_batch() -> None:
+    late = optimizer_of(SGD)
+    rates = attached()
+    rates.run.trainer.optimizers.append(late)
+    rates.on_train_batch_start()
+    late.step()
+    assert [pytest.approx(-0.2)] == values_of(late)
+
+
+def test_a_copy_of_an_optimizer_is_not_scaled() -> None:
+    """As one that a callback makes to try a rate."""
+    optimizer = optimizer_of(SGD)
+    rates = attached(optimizer)
+    copy = deepcopy(optimizer)
+    copy.param_groups[0]["params"][0].grad = torch.ones(1, dtype=torch.float64)
+    copy.step()
+    assert ([pytest.approx(-0.1)], [0]) == (values_of(copy), counted_by(rates))
 
 
 def test_infeasible_values_are_refused_before_any_group_changes() -> None:
-    optimizer = make("adam")
-    for beta, scale, limit in ((0.9, 10, 10), (0.5, 4, 2)):
-        optimizer.param_groups[1]["betas"] = (beta, 0.999)  # as a schedule sets them
-        rates, before = attached(optimizer, lr_scaling="adam_sde", scale=scale), moving(optimizer.param_groups)
-        with pytest.raises(ValueError, match=rf"scale {scale} with beta1={beta}.*below {limit}\."):
-            rates.scale_groups()
-        assert before == moving(optimizer.param_groups)
-
-
-def test_an_infeasible_group_that_is_added_leaves_the_others_at_rest() -> None:
-    optimizer = make("adam")
-    rates = attached(optimizer, lr_scaling="adam_sde", scale=4)
-    rates.scale_groups()
+    """When training begins, and in the step where a schedule has set them or a group brought them."""
+    optimizer = optimizer_of(Adam)
+    with pytest.raises(ValueError, match=r"scale 10 with beta1=0.9.*below 10\."):
+        attached(optimizer, lr_scaling="adam_sde", scale=10)
+    attached(optimizer, lr_scaling="adam_sde", scale=4)
+    add_group(optimizer, lr=0.5)
+    optimizer.param_groups[1]["betas"] = (0.5, 0.999)
     with pytest.raises(ValueError, match=r"scale 4 with beta1=0.5.*below 2\."):
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.5, "betas": (0.5, 0.999)})
-    rates.restore_groups()
-    assert [0.1, 0.01, 0.5] == [group["lr"] for group in optimizer.param_groups]
+        optimizer.step()
+    assert ([0.1, 0.5], (0.9, 0.999)) == (rates_of(optimizer), optimizer.param_groups[0]["betas"])
 
 
 @given(factors=st.tuples(COUNTS, COUNTS, COUNTS), base_ranks=COUNTS, base=st.integers(1, 10**6))
@@ -357,7 +549,7 @@ def test_scale_depends_on_the_global_batch_alone(factors: tuple[int, int, int], 
     total = math.prod(factors)
     for loader, ranks, window in itertools.permutations(factors):
         assert batch_scale([loader], window, world_size=ranks, base_batch_size=base) == BatchScale(total, base)
-        batch = batch_scale([loader] * 2, window, world_size=ranks, base_world_size=base_ranks)
+        batch = batch_scale([loader], window, world_size=ranks, base_world_size=base_ranks)
         assert batch == BatchScale(total, loader * window * base_ranks)
         unknown = batch_scale([loader, None], window, world_size=ranks, base_world_size=base_ranks)
         assert (batch.scale, False) == (unknown.scale, unknown.known)
@@ -366,9 +558,39 @@ def test_scale_depends_on_the_global_batch_alone(factors: tuple[int, int, int], 
         assert batch_scale([loader], world_size=ranks, split_batches=True) == BatchScale(loader, loader)
 
 
-def test_a_base_batch_needs_the_size_of_a_batch() -> None:
-    with pytest.raises(ValueError, match=r"base_batch_size=64 needs .* batch sizes \[8, 4\]. Give the loader"):
-        batch_scale([8, 4], world_size=2, base_batch_size=64)
+# The batch sizes of the loaders, the given global batch, and the batches on 2 ranks with 3 loader batches per step.
+BATCHES: list[tuple[list[int | None], int | None, BatchScale]] = [
+    ([8], None, BatchScale(48, 10)),
+    ([8, 4], None, BatchScale(72, 10)),
+    ([8, 8], None, BatchScale(96, 10)),
+    ([8], 48, BatchScale(48, 10)),
+    ([None], 100, BatchScale(100, 10)),
+    ([8, None], 100, BatchScale(100, 10)),
+]
+
+
+@pytest.mark.parametrize(("sizes", "given_size", "expected"), BATCHES)
+def test_all_loaders_of_a_step_count(sizes: Any, given_size: Any, expected: BatchScale) -> None:
+    batch = batch_scale(sizes, 3, world_size=2, base_batch_size=10, global_batch_size=given_size)
+    assert batch == expected
+
+
+# fmt: off
+UNKNOWN_BATCHES: list[tuple[list[int | None], dict[str, Any], str]] = [
+    ([8, None], {"base_batch_size": 64},
+     r"base_batch_size=64 needs .* batch sizes \[8, None\]. Give the loader.*or use base_world_size"),
+    ([8], {"base_batch_size": 64, "global_batch_size": 17},
+     r"global_batch_size=17, but the training loaders and the Trainer make 16 samples of one optimizer step"),
+    ([8], {"global_batch_size": 16}, r"global_batch_size=16 is compared with base_batch_size, which is not given"),
+    ([8], {"base_batch_size": 64, "global_batch_size": 0}, r"global_batch_size must be an integer >= 1, got 0"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("sizes", "options", "message"), UNKNOWN_BATCHES)
+def test_batches_that_are_not_known(sizes: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        batch_scale(sizes, world_size=2, **options)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -410,6 +632,17 @@ def lrs(run: Named) -> dict[str, float | None]:
 def outcome(run: Named, name: str) -> Named:
     (found,) = [outcome for outcome in run.scalings if outcome.lr_scaling == name]
     return found
+
+
+# Base batch, global batch, and the lengths of 5 base steps and of a warm-up of 3.
+LENGTHS = [(320, 96, 17, 10), (3, 10, 2, 1), (2, 4, 3, 2), (4, 2, 10, 6)]
+
+
+@pytest.mark.parametrize(("base", "total", "steps", "warmup"), LENGTHS)
+def test_lengths_of_a_plan_are_rounded_half_up(base: int, total: int, steps: int, warmup: int) -> None:
+    """5 * 320 / 96 is 16.67 steps, and 5 * 3 / 10 is 1.5."""
+    run = planned(Recipe(base, 0.01, steps=5, warmup_steps=3), 1, global_batch_size=total).gradavg
+    assert (steps, warmup) == (run.steps, run.warmup_steps)
 
 
 def test_the_question_of_the_threads() -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mutations.__main__ import ROOT, mutations
-from ranks import AGREES_ON_SIGTERM, RankError, RankPool
+from ranks import RankError, RankPool
 from structure import ROOT as PACKAGE
 
 from benchmarks import growth, host_read, parts, step
@@ -206,10 +206,7 @@ def test_the_benchmark_of_parts_times_every_part(world):
     assert nothing == ""
     rows = {line.split("│")[1].strip(): line.split("│")[-2].strip() for line in table.splitlines() if "│" in line}
     assert ["step", *(row.strip() for row in parts.PARTS)] == list(rows)
-    without_time = [row for row, milliseconds in rows.items() if milliseconds == "-"]
-    # Lightning agrees on signals from 2.6 on, and the package in its place.
-    expected = [] if AGREES_ON_SIGTERM else ["agreement on signals"]
-    assert expected == without_time
+    assert [] == [row for row, milliseconds in rows.items() if milliseconds == "-"]
 
 
 OF_NAMEDTUPLE: set[str] = set()  # `_replace` and the like are documented, in spite of the underscore

@@ -16,6 +16,7 @@ from lightning_gradavg._support.collectives import (
     _end_group_before_interpreter,
 )
 from lightning_gradavg._support.place import Place, node_from_environment, places_on_nodes
+from lightning_gradavg._support.text import message_of
 
 
 def alike() -> Contribution:
@@ -91,3 +92,16 @@ def test_node_is_what_the_launcher_says(environ: dict[str, str], node: int | Non
             node_from_environment(environ)
     else:
         assert node == node_from_environment(environ)
+
+
+class UnreadableError(ValueError):
+    def __str__(self) -> str:
+        raise KeyError("text")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(ValueError("a text"), "a text"), (UnreadableError(), "<no text: its __str__ raised KeyError>")],
+)
+def test_the_text_of_any_exception_can_be_read(error: Exception, text: str) -> None:
+    assert text == message_of(error)

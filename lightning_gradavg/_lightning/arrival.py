@@ -21,13 +21,12 @@ class Arrival(Callback):
 
     No public method of the strategy is this event: users may call those, on any rank, for any batch
     (`tests/test_ranks_faults.py::test_a_method_that_one_rank_calls_is_no_event`). The strategy's own hook
-    `on_train_batch_start` comes after the user's, and those are to see the scaled learning rates.
+    `on_train_batch_start` comes after the user's, which may save a checkpoint, of this batch.
 
     Args:
         begin: Called with each batch that is trained on.
         end: Called with each batch when it was trained on, or passed over because it is None.
-        end_epoch: Called at the end of each epoch. If an `on_train_batch_start` ends the epoch by returning -1,
-            lightning 2.5.0 calls no `on_train_batch_end` for that batch; 2.6.6 does.
+        end_epoch: Called at the end of each epoch.
     """
 
     def __init__(

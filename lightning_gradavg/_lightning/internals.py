@@ -3,8 +3,8 @@
 No public interface offers these. No other file may touch one (ruff's SLF001 and PLC2701, `tests/test_tools.py`). A
 comment `Private:` names what is touched, the releases in which it was read, and what happens if a release drops it:
 
-    L  lightning 2.5.0 and 2.6.6
-    T  torch 2.4.1 and 2.13.0
+    L  lightning 2.6.0 and 2.6.6
+    T  torch 2.6.0 and 2.13.0
     M  torchmetrics 1.4.0 and 1.9.0
 
 Names without an underscore are listed where Lightning documents them nowhere.
@@ -88,38 +88,6 @@ def leave_batch_norm_alone(strategy: Any) -> None:
     """Have Lightning keep batch norm as it is."""
     # Private: `ParallelStrategy._layer_sync` (L), which `DDPStrategy.setup` reads.
     strategy._layer_sync = None
-
-
-class Replaceable(NamedTuple):
-    """A method that may be replaced on an instance."""
-
-    owner: Any
-    name: str
-
-
-class SignalHooks(NamedTuple):
-    """Where Lightning agrees on the end of the run, and answers signals."""
-
-    agreement: Replaceable  # called before every batch
-    on_sigterm: Replaceable
-    on_requeue: Replaceable  # SLURM's signal before it ends a job that is to be queued again
-
-
-def signal_hooks(trainer: Any) -> SignalHooks | None:
-    """Return where Lightning agrees on the end of the run, and answers signals; None before 2.6, where nothing does."""
-    # Private: `Trainer._signal_connector` with `_sigterm_notifier_fn` and `_slurm_sigusr_handler_fn` (L), and
-    # `_TrainingEpochLoop._broadcast_sigterm_tensor` (lightning 2.6.6; not in 2.5.0). Without one of them, Lightning
-    # agrees in its own way: it works, and the host waits once more in every step.
-    connector = getattr(trainer, "_signal_connector", None)
-    hooks = SignalHooks(
-        Replaceable(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"),
-        Replaceable(connector, "_sigterm_notifier_fn"),
-        Replaceable(connector, "_slurm_sigusr_handler_fn"),
-    )
-    for owner, name in hooks:
-        if not hasattr(type(owner), name):
-            return None
-    return hooks
 
 
 def injects_samplers(trainer: Any) -> bool:
@@ -639,7 +607,7 @@ comm_hook_of = attrgetter("_ddp_comm_hook")
 
 def stored(tensor: Tensor) -> Tensor:
     """Return the values of a sparse tensor, this rank's part of a DTensor, and any other tensor itself."""
-    if hasattr(tensor, "to_local"):  # torch 2.4 has DTensor elsewhere
+    if hasattr(tensor, "to_local"):  # a DTensor, whose module is slow to import
         local: Tensor = tensor.to_local()
         return local
     if tensor.is_sparse:
@@ -657,7 +625,7 @@ def buckets_of(tensors: Sequence[Tensor], size: int) -> list[list[Tensor]]:
     return [[tensors[index] for index in indices_of_bucket] for indices_of_bucket in indices]
 
 
-# Older torch (2.4 and 2.6) gives a tensor without elements the shape (0,), into which `_foreach_copy_` copies nothing.
+# Torch 2.6 gives a tensor without elements the shape (0,), into which `_foreach_copy_` copies nothing.
 _KEEPS_EMPTY_SHAPES = torch._C._nn.unflatten_dense_tensors(torch.empty(0), [torch.empty(0, 1)])[0].shape == (0, 1)
 
 
@@ -686,8 +654,7 @@ def scale_each(tensors: Iterable[Tensor], factor: Any) -> None:
 
 def class_of_sharded_modules() -> type[Any]:
     """Return the class that `fully_shard` adds to a module's."""
-    # Private: `torch.distributed._composable.fsdp` (T). From 2.6 on, the class is public as well.
-    from torch.distributed._composable.fsdp import FSDPModule  # noqa: PLC0415  # slow, and only for sharded models
+    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415  # slow, and only for sharded models
 
     return FSDPModule
 
@@ -700,7 +667,7 @@ def sharded_modules(module: nn.Module) -> list[Any]:
 
 def _parameter_groups(module: Any) -> list[Any]:
     """Return the groups of parameters that a sharded module gathers and reduces together."""
-    # Private: `FSDPModule._get_fsdp_state` (T), `FSDPState._fsdp_param_group` (torch 2.4.0) and `_fsdp_param_groups`
+    # Private: `FSDPModule._get_fsdp_state` (T), `FSDPState._fsdp_param_group` (torch 2.6.0) and `_fsdp_param_groups`
     # (torch 2.13.0). Without them no rule but the plain mean works on shards.
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
@@ -725,7 +692,7 @@ def averages_of(module: Any) -> list[ShardedAverage]:
         shards = getattr(group.mesh_info, "shard_mesh_size", 1)
         copies = getattr(group.mesh_info, "replicate_mesh_size", 1)
         ranks = shards * copies
-        # Private: `FSDPParamGroup.gradient_divide_factor` (torch 2.13.0), `reduce_scatter_divide_factor` (torch 2.4.0).
+        # Private: `FSDPParamGroup.gradient_divide_factor` (torch 2.13.0), `reduce_scatter_divide_factor` (torch 2.6.0).
         # Without them a factor that the user sets is not seen, and the gradient of a rule is wrong by it.
         divisor = getattr(group, "gradient_divide_factor", getattr(group, "reduce_scatter_divide_factor", None))
         averages.append(ShardedAverage(ranks, ranks if divisor is None else divisor))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_gradavg._support.device import beside, on_device
 from lightning_gradavg._support.place import Place, node_from_environment, places_on_nodes
-from lightning_gradavg._support.text import by_value, on_ranks, ranks_by_value
+from lightning_gradavg._support.text import by_value, message_of, on_ranks, ranks_by_value
 
 __all__ = ["Agreed", "Agreement", "Contribution", "ReducedRow", "World", "digest"]
 
@@ -295,8 +295,8 @@ def _row_of_failure() -> list[float]:
 def _text_of(error: Exception) -> str:
     """Return what a message says of an error. Those of the package are whole sentences; others need their type."""
     if isinstance(error, (TypeError, ValueError)):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
+        return message_of(error)
+    return f"{type(error).__name__}: {message_of(error)}"
 
 
 def digest(text: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["by_value", "listed_ranks", "on_ranks", "plural", "ranks_by_value"]
+__all__ = ["by_value", "listed_ranks", "message_of", "on_ranks", "plural", "ranks_by_value"]
 
 _MOST_RANKS = 8
 """How many ranks a message names. A message about a thousand ranks would hide what it says."""
@@ -43,3 +43,11 @@ def ranks_by_value(values: Iterable[object]) -> dict[object, list[int]]:
 def by_value(values: Iterable[object]) -> str:
     """Return "a on rank 0; b on ranks 1, 2" for the values a, b, b of three ranks."""
     return "; ".join(f"{value} {on_ranks(ranks)}" for value, ranks in ranks_by_value(values).items())
+
+
+def message_of(exception: BaseException) -> str:
+    """Return the text of an exception, of any type: its `__str__` may raise, too."""
+    try:
+        return str(exception)
+    except Exception as error:  # noqa: BLE001  # whatever the user's method raises
+        return f"<no text: its __str__ raised {type(error).__name__}>"

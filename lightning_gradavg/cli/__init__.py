@@ -1,4 +1,4 @@
-"""The console command `gradavg`: a LightningCLI that knows this package's strategies, and tools around them."""
+"""The console command `gradavg`: tools around the package's strategies."""
 
 from __future__ import annotations
 
@@ -12,15 +12,9 @@ from typing import NoReturn
 __all__ = ["OneLineParser", "main"]
 
 _COMMANDS = {
-    "fit": "train a model from a config file or options, with this package's strategies registered",
-    "validate": "evaluate it on its validation data",
-    "test": "evaluate it on its test data",
-    "predict": "predict with it",
     "plan": "batch, accumulation and learning rate of a recipe on another cluster",
     "verify": "compare a few steps of your own run with one process: are they equal, and if not, why",
 }
-_OWN_COMMANDS = ("plan", "verify")
-"""Commands of this package. The others are subcommands of LightningCLI."""
 _NEXT = (
     "To compare your run with one process: 'gradavg verify train.py:Net', with the name of your LightningModule; all"
     " commands: 'gradavg --help'"
@@ -62,13 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     # A command imports only what it needs.
-    if command in _OWN_COMMANDS:
-        module = importlib.import_module(f"lightning_gradavg.cli.{command}")
-        arguments = list(argv[1:])
-    else:
-        module = importlib.import_module("lightning_gradavg.cli.lightning")
-        arguments = list(argv)
-    exit_code: int = module.main(arguments)
+    module = importlib.import_module(f"lightning_gradavg.cli.{command}")
+    exit_code: int = module.main(list(argv[1:]))
     return exit_code
 
 

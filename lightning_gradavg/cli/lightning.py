@@ -1,24 +1,21 @@
-"""LightningCLI for `fit` and its like, and for `verify`: classes by their file, configs without class paths."""
+"""What `gradavg verify` reads by LightningCLI: classes by their file, configs without class paths."""
 
 from __future__ import annotations
 
 import argparse
 import re
-import sys
 import traceback
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentError, ArgumentParser
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
 from lightning_gradavg.verify.run import UserRun, as_list, imported, user_run_of
 
-__all__ = ["main", "read_config", "read_names"]
+__all__ = ["read_config", "read_names"]
 
 _NOISE = re.compile(r"Does not validate|Subtypes:|Errors:|Given value type:|Given value: N|Expected a <class 'NoneT")
 """How the lines of an error of jsonargparse begin that name neither what is accepted nor what was given."""
@@ -85,15 +82,38 @@ class _RaisingParser(LightningArgumentParser):
         raise _WrongArgumentsError(_in_one_line(message)) from ex
 
 
-class _CommandLine(LightningCLI):
-    """A LightningCLI that raises `_WrongArgumentsError` for what the user can mend on the command line."""
+def _first_error(error: BaseException) -> BaseException:
+    """Return the error that led to others, of which the last is given; as a trace shows them, from the top."""
+    while True:
+        if error.__cause__ is not None:
+            earlier: BaseException | None = error.__cause__
+        elif error.__suppress_context__:
+            return error
+        else:
+            earlier = error.__context__
+        # `raise ... from KeyError` has a cause that nobody raised, and so no trace.
+        if earlier is None or earlier.__traceback__ is None:
+            return error
+        error = earlier
 
-    @override
-    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        parser = super().init_parser(**kwargs)
-        # The argument `parser_class` of LightningCLI is newer than lightning 2.5.0.
-        parser.__class__ = _RaisingParser
-        return parser
+
+def _module_that_raised(error: BaseException) -> str:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    name: str = frames[-1].f_globals["__name__"]
+    return name
+
+
+class _ConfigReader(LightningCLI):
+    """Builds what `fit` needs, and runs nothing. It raises `_WrongArgumentsError` for what the user can mend.
+
+    `run=False` would build a Trainer, whose strategy takes the devices of the config. The two methods are private in
+    lightning 2.6.0 and 2.6.6; there is no public way to get the options of the Trainer.
+
+    Attributes:
+        options: The options of the Trainer, once the classes are instantiated.
+    """
+
+    options: dict[str, Any]
 
     @override
     def instantiate_classes(self) -> None:
@@ -104,66 +124,6 @@ class _CommandLine(LightningCLI):
             if _module_that_raised(_first_error(error)).startswith(_REFUSING):
                 raise _WrongArgumentsError(_in_one_line(str(error))) from error
             raise
-
-
-def _first_error(error: BaseException) -> BaseException:
-    """Return the error that led to others, of which the last is given; as a trace shows them, from the top."""
-    while True:
-        if error.__cause__ is not None:
-            error = error.__cause__
-        elif error.__context__ is not None and not error.__suppress_context__:
-            error = error.__context__
-        else:
-            return error
-
-
-def _module_that_raised(error: BaseException) -> str:
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    name: str = frames[-1].f_globals["__name__"]
-    return name
-
-
-class _SavedConfig(SaveConfigCallback):
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # Without a logger it would be written to the working folder, over the config.yaml that was given, and refused.
-        if trainer.loggers:
-            super().setup(trainer, pl_module, stage)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run LightningCLI with the strategies registered, and return its exit code.
-
-    Args:
-        arguments: The subcommand and its options. `--model` and `--data` may name classes as `file.py:Name`. Processes
-            that Lightning starts get them, too.
-    """
-    argv_before = sys.argv
-    sys.argv = [sys.argv[0], *arguments]
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "LightningCLI's args parameter", UserWarning)
-            args = _with_class_paths(arguments)
-            _CommandLine(args=args, save_config_callback=_SavedConfig, parser_kwargs={"prog": "gradavg"})
-    except _WrongArgumentsError as error:
-        print(f"gradavg {arguments[0]}: error: {error}", file=sys.stderr)
-        sys.exit(2)
-    finally:
-        sys.argv = argv_before
-    return 0
-
-
-class _ConfigReader(_CommandLine):
-    """Builds what `fit` needs, and runs nothing.
-
-    `run=False` would build a Trainer, whose strategy takes the devices of the config. The two methods are private in
-    lightning 2.5.0 and 2.6.6; there is no public way to get the options of the Trainer.
-
-    Attributes:
-        options: The options of the Trainer, once the classes are instantiated.
-    """
-
-    options: dict[str, Any]
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Any]) -> Any:
         self.options = {**config, "callbacks": [*as_list(config.get("callbacks")), *callbacks]}
@@ -191,7 +151,10 @@ def read_config(arguments: Sequence[str], data: str | None) -> UserRun:
     if data and function is None:
         given.append(f"--data={data}")
     cli = _ConfigReader(
-        args=_with_class_paths(given), parser_kwargs={"prog": "gradavg verify"}, save_config_callback=None
+        args=_with_class_paths(given),
+        parser_class=_RaisingParser,
+        parser_kwargs={"prog": "gradavg verify"},
+        save_config_callback=None,
     )
     if function is not None:
         return UserRun(cli.model, function, cli.options)

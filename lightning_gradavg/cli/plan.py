@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             recipe_options[field.name] = options.pop(field.name)
     try:
         plan = make_plan(Recipe(**recipe_options), **options)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:  # a number may be larger than a float can be
         print(f"gradavg plan: error: {error}", file=sys.stderr)
         return 2
     if prints_json:

@@ -16,7 +16,7 @@ from lightning_gradavg.cli.lightning import read_config, read_names
 from lightning_gradavg.verify.report import CAUSES, EXIT_CODES, Report, explanation
 from lightning_gradavg.verify.run import Settings, Target, UserRun, resolve_strategy, verify_target
 
-__all__ = ["main"]
+__all__ = ["main", "names_a_gradavg_strategy"]
 
 DESCRIPTION = (
     "Trains a few optimizer steps on several processes, then on one with the same samples, both in float64, and"
@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     target.add_argument(
         "--init", **repeatable, type=_assignment, metavar="NAME=VALUE", help="an argument of the module; repeatable"
     )
-    target.add_argument("--config", **repeatable, metavar="FILE", help="a config file of `fit`; repeatable")
+    target.add_argument("--config", **repeatable, metavar="FILE", help="a config file of LightningCLI; repeatable")
     target.add_argument(
         "--strategy", metavar="NAME", help="a registered name, or train.py:Class (default: the config's, else ddp)"
     )
@@ -104,10 +104,11 @@ def _strategy_is_assumed(args: argparse.Namespace) -> bool:
     return not args.config and not args.strategy and "strategy" not in dict(args.trainer)
 
 
-def _names_a_gradavg_strategy(module: str) -> bool:
+def names_a_gradavg_strategy(module: str) -> bool:
     """Return whether the script of `file.py:Name` names a strategy of this package, which verify does not read."""
     file = Path(module.rpartition(":")[0])
-    return file.suffix == ".py" and file.is_file() and "GradAvgStrategy" in file.read_text("utf-8")
+    # Bytes: a script may say that it has another encoding than UTF-8.
+    return file.suffix == ".py" and file.is_file() and b"GradAvgStrategy" in file.read_bytes()
 
 
 def _without_strategy_diffs(report: Report) -> Report:
@@ -131,6 +132,10 @@ def _target(args: argparse.Namespace, further: Sequence[str]) -> Target:
     for file in args.config:
         if not Path(file).is_file():
             raise ValueError(f"--config {file!r}: there is no such file")
+        try:
+            Path(file).read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--config {file!r} is not UTF-8: {error}") from error
     if further and not args.config:
         raise ValueError(f"{further[0]!r} is not an option; further options of LightningCLI need --config")
 
@@ -167,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     first_line = ""
     if _strategy_is_assumed(args):
         first_line = "This verifies the strategy ddp: --strategy is not given, and verify does not read your Trainer."
-        if _names_a_gradavg_strategy(args.model or args.module):
+        if names_a_gradavg_strategy(args.model or args.module):
             first_line += " The script names a GradAvgStrategy: verify it with --strategy."
             report = _without_strategy_diffs(report)
     if args.json:

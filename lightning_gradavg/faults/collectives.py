@@ -116,7 +116,7 @@ class Collectives(ParallelStrategy):
         """Name the rank that failed first."""
         reports_of_others = self._faults.on_exception(exception)
         if reports_of_others is not None:
-            exception.args = (f"{reports_of_others}.\n{exception}",)
+            exception.args = (f"{exception}\n{reports_of_others}",)  # the cause last, where a user looks first
         if self._interruption is not None:
             self._interruption.restore()
         # Not `DDPStrategy.on_exception`, which replaces what DDP says of unused parameters by the name of another
@@ -144,8 +144,8 @@ class Interruption(Callback):
             if not isinstance(checkpoint, ModelCheckpoint):
                 continue
             # With `save_last="link"` it would replace the link to the last checkpoint by one to a file that no rank
-            # writes. `save_on_exception` came with lightning 2.6.
-            if getattr(checkpoint, "save_on_exception", False) and self._faults.ends_apart():
+            # writes.
+            if checkpoint.save_on_exception and self._faults.ends_apart():
                 self._replaced.enter_context(replaced(checkpoint, "save_on_exception", False))
 
     def _unless_apart(self, available: Callable[[], bool]) -> Callable[[], bool]:

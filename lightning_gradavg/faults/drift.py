@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gradavg._support.collectives import World
+from lightning_gradavg._support.collectives import Contribution, World
 from lightning_gradavg._support.text import on_ranks
 from lightning_gradavg._support.tree import data_digest
 
@@ -33,9 +33,16 @@ def drifted(tensors: Iterable[tuple[str, Tensor]]) -> Drifted | None:
 
     It sums each tensor's bits as integers, times numbers that tell places apart: a change of one element always changes
     the sum, no order of additions does. A collective operation, of an integer per tensor.
+
+    Raises:
+        RuntimeError: On all ranks, if they have other tensors.
     """
     named = list(tensors)
     with torch.profiler.record_function("GradAvg: compare replicas"):
+        # First, as gloo aborts a rank that gets more numbers than it expects.
+        names = [f"{name} of shape {tuple(tensor.shape)}" for name, tensor in named]
+        refusal = "the ranks have different parameters or buffers"
+        World.of(None).agree(refusal, lambda: Contribution(names), RuntimeError)
         of_ranks = World.of(None).gather_integers(_sums_of_bits(named))
     for (name, _), sums_of_ranks in zip(named, zip(*of_ranks, strict=True), strict=True):
         # The sum of most ranks; of several that are equally frequent, that of the lowest rank.
@@ -104,7 +111,10 @@ class Drift:
 
     def _causes(self) -> Iterator[str]:
         if self.is_buffer:
-            yield "Each rank computed it from its own samples: compute it from the whole batch, by lightning_gradavg.gather."
+            yield (
+                "Each rank computed it from its own samples: compute it from the whole batch, by"
+                " lightning_gradavg.gather."
+            )
             yield "Or one rank alone assigned to it."
             return
         if self.is_new:

@@ -6,17 +6,20 @@ store of the process group, where the others look. Nothing is exchanged while al
 
 from __future__ import annotations
 
+import dis
+import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_gradavg._lightning.internals import store_of_world
 from lightning_gradavg._support.collectives import World
-from lightning_gradavg._support.text import listed_ranks
+from lightning_gradavg._support.text import listed_ranks, message_of
 
-__all__ = ["TOGETHER", "FailureReports", "is_broken_exchange"]
+__all__ = ["FailureReports", "is_broken_exchange", "text_of"]
 
 _WAIT_SECONDS = 2.0
 """How long a rank whose exchange broke waits for the reports of the others. They fail at the same moment."""
@@ -25,8 +28,9 @@ _PATIENCE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 _MOST_CHARACTERS = 1000
 _BROKEN = "communication with the other ranks failed: "
-TOGETHER = "all ranks end together"
-"""The text of an exception that the ranks have agreed on."""
+_GLOO_SOURCE = re.compile(r"\[[^\]]*gloo/[\w/]+\.(?:cc|h):\d+\]")
+"""The place in gloo's source with which its errors begin."""
+_RAISE = dis.opmap["RAISE_VARARGS"]
 
 
 class FailureReports:
@@ -57,8 +61,8 @@ class FailureReports:
             failed = self._store.add("failed", 1)
         except RuntimeError:
             return True
-        # An exception that the ranks have agreed on is nobody's fault.
-        return failed == 1 and self._world.size > 1 and TOGETHER not in exception.args
+        # Lightning ends all ranks by a SIGTERM, which is nobody's fault.
+        return failed == 1 and self._world.size > 1 and not isinstance(exception, SIGTERMException)
 
     def read(self) -> str:
         """Return what the others report, on a rank whose exchange with them broke."""
@@ -75,8 +79,6 @@ class FailureReports:
 
     def ends_equal(self, exception: BaseException, step: int) -> bool:
         """Return whether all ranks end by such an exception at this step: the same answer on all of them."""
-        if TOGETHER in exception.args:
-            return True
         try:
             self._leave(exception, step)
             equal = self._all_report_the_same(exception)
@@ -95,7 +97,7 @@ class FailureReports:
         return len(reports) == self._world.size and len(kinds) == 1
 
     def _leave(self, exception: BaseException, step: int) -> None:
-        error = f"{type(exception).__name__}: {exception}"
+        error = text_of(exception)
         if is_broken_exchange(exception):
             error = f"{_BROKEN}{error}"
         self._store.set(str(self._world.rank), f"{step} {error}"[:_MOST_CHARACTERS])
@@ -135,8 +137,29 @@ def _read_by(rank: int) -> str:
     return f"read {rank}"
 
 
+def text_of(exception: BaseException) -> str:
+    """Return the type and the text of an exception."""
+    return f"{type(exception).__name__}: {message_of(exception)}"
+
+
 def is_broken_exchange(exception: BaseException) -> bool:
-    """Return whether a collective raised an exception; gloo's name its source file."""
+    """Return whether a collective raised an exception.
+
+    NCCL and stores have types of their own. Gloo raises a plain RuntimeError in C++, which names the place in its
+    source. A user's exception may have any text, also that of gloo's, but Python code raised it.
+    """
     if isinstance(exception, dist.DistError):
         return True
-    return type(exception) is RuntimeError and "gloo" in str(exception)
+    if type(exception) is not RuntimeError:
+        return False
+    return _GLOO_SOURCE.search(text_of(exception)) is not None and not _is_raised_in_python(exception)
+
+
+def _is_raised_in_python(exception: BaseException) -> bool:
+    """Return whether the instruction that raised an exception is a `raise`, and not a call of a function in C++."""
+    last = exception.__traceback__
+    if last is None:
+        return True
+    while last.tb_next is not None:
+        last = last.tb_next
+    return last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE

@@ -17,7 +17,7 @@ from lightning_gradavg._lightning.part import Part, Run
 from lightning_gradavg._support.arguments import as_count_or_none
 from lightning_gradavg._support.collectives import Contribution, World
 from lightning_gradavg.faults.drift import Drift, require_replicas
-from lightning_gradavg.faults.failure_reports import FailureReports, is_broken_exchange
+from lightning_gradavg.faults.failure_reports import FailureReports, is_broken_exchange, text_of
 
 __all__ = ["Faults"]
 
@@ -134,8 +134,7 @@ class Faults(Part):
         if is_first:
             line = reports_of_others
             if line is None:
-                text = f"rank {dist.get_rank()} failed with {type(exception).__name__}: {exception}"
-                line, _, _ = text.partition("\n")
+                line, _, _ = f"rank {dist.get_rank()} failed with {text_of(exception)}".partition("\n")
             _log.error("GradAvgStrategy: %s", line)
         return reports_of_others
 

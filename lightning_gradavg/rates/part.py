@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
-from contextlib import ExitStack
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_gradavg._lightning.internals import finds_learning_rate
-from lightning_gradavg._lightning.methods import replaced
 from lightning_gradavg._lightning.options import Options
-from lightning_gradavg._lightning.part import Part, Saved
+from lightning_gradavg._lightning.part import Part, Run, Saved
 from lightning_gradavg._support.text import plural
-from lightning_gradavg.rates.groups import ScaledGroups
 from lightning_gradavg.rates.scaling import (
     BatchScale,
+    Hyperparameters,
     ScaleFunction,
     batch_scale,
     counted_twice,
     resolve_scaling,
     warmup_factor,
 )
+from lightning_gradavg.rates.steps import ScaledSteps
 
 __all__ = ["Rates"]
 
 _Result = TypeVar("_Result")
+
+_UNNAMED = "a function without a name"
+"""What a recipe says of a lambda, a `partial` or a callable object as `lr_scaling`."""
 
 
 class Rates(Part):
@@ -37,23 +39,14 @@ class Rates(Part):
     The strategy calls, in this order:
 
     1. `load`, with what a checkpoint says of its recipe.
-    2. `setup_optimizers`, with the optimizers of the run.
-    3. `load_optimizers`, before the optimizers load a checkpoint.
-    4. `prepare_loaders` and then `add_loader` for each training loader: these give the global batch.
-    5. `on_train_start`: raises an error about what cannot be scaled or resumed.
-    6. `on_train_batch_start`, `optimizer_step` and `optimizer_state` (for checkpoints), again and again.
-    7. `teardown`. If the run fails, `restore_groups` comes first.
+    2. `load_optimizers`, before the optimizers load a checkpoint.
+    3. `prepare_loaders` and then `add_loader` for each training loader: these give the global batch.
+    4. `on_train_start`: raises an error about what cannot be scaled or resumed, and scales every `step` from here on.
+    5. `attach`, with optimizers that replace others.
+    6. `on_train_batch_start`, `optimizer_step` and `end_failed_steps`, again and again.
+    7. `teardown`.
 
-    What the groups of an optimizer hold. `ScaledGroups` has the states of a single group:
-
-    | moment | automatic optimization | manual optimization |
-    |---|---|---|
-    | before a batch | base values | base values |
-    | from `on_train_batch_start` on | scaled values | base values |
-    | within the optimizer's `step` | scaled values | scaled values |
-    | after it, or at the end of a batch without a step | base values | base values |
-    | where schedulers step, in validation, in a checkpoint | base values | base values |
-    | where a `LearningRateMonitor` reads them | scaled values | scaled values |
+    Groups hold scaled values only while their optimizer computes its update (`ScaledSteps`).
 
     Attributes:
         batch: The global and the base batch; of scale 1 until the training loaders are known.
@@ -67,6 +60,7 @@ class Rates(Part):
         lr_scaling: str | ScaleFunction = "none",
         base_batch_size: int | None = None,
         base_world_size: int = 1,
+        global_batch_size: int | None = None,
         lr_warmup_steps: int = 0,
         allow_change: bool = False,
         stock: bool = False,
@@ -75,9 +69,10 @@ class Rates(Part):
 
         Args:
             options: How batches are split and losses reduced.
-            lr_scaling: As of `GradAvgStrategy`, and so are the next three.
+            lr_scaling: As of `GradAvgStrategy`, and so are the next four.
             base_batch_size: The base batch in samples.
             base_world_size: Ranks of the base run.
+            global_batch_size: The global batch in samples, where loaders and windows do not tell it.
             lr_warmup_steps: Optimizer steps until the full factor.
             allow_change: Whether a checkpoint of another recipe may be resumed.
             stock: Whether gradients are those of stock DDP, which resumes a checkpoint of any recipe.
@@ -89,6 +84,7 @@ class Rates(Part):
         self._scaling = resolve_scaling(lr_scaling)
         self._base_batch_size = base_batch_size
         self._base_world_size = base_world_size
+        self._given_batch_size = global_batch_size
         self._warmup_steps = lr_warmup_steps
         self._allow_change = allow_change
         self.scales = self._scaling.name != "none"
@@ -100,7 +96,15 @@ class Rates(Part):
                 f"lr_warmup_steps={lr_warmup_steps} needs an lr_scaling other than 'none'. Choose one, or warm up with"
                 " a scheduler."
             )
-        self._measure_batch([1], accumulation=1, world_size=1)  # only for its errors
+        # Only for the errors about numbers: no loader is known yet.
+        batch_scale(
+            [None if global_batch_size is not None else 1],
+            world_size=1,
+            split_batches=options.split_batches,
+            base_batch_size=base_batch_size,
+            base_world_size=base_world_size,
+            global_batch_size=global_batch_size,
+        )
 
         # What is known of the training loaders.
         self.batch = BatchScale(1, 1, known=False)
@@ -108,11 +112,10 @@ class Rates(Part):
         self._accumulation = 1  # the one that `batch` was computed with
         self._size_in_search: int | None = None  # the global batch with which a learning rate was searched for
 
-        # What happened to the optimizers. An optimizer is in `_in_step` from the scaling of its groups to `restore`.
         self._loaded_recipe: Saved = {}
-        self._steps: MutableMapping[Optimizer, int] = {}  # optimizer steps taken, for the warm-up
-        self._in_step: dict[Optimizer, ScaledGroups] = {}
-        self._hooks = ExitStack()  # hooks of Lightning that are replaced while the run trains
+        self._steps: MutableMapping[Optimizer, ScaledSteps] = {}
+        self._hooks: MutableMapping[Optimizer, list[RemovableHandle]] = {}  # of a run that trains
+        self._trains = False
 
     @property
     def global_batch_size(self) -> int | None:
@@ -131,12 +134,13 @@ class Rates(Part):
         """Those that the run trains with now: a user may replace them while it trains."""
         return self.run.trainer.optimizers
 
-    def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take the optimizers of the run, whose groups hold base values. Those that are known keep their steps."""
-        self.restore_groups()
-        steps = {optimizer: self._steps.get(optimizer, 0) for optimizer in optimizers}
-        # Weak: an optimizer that a user replaces is not kept alive, with its state, by its number of steps.
-        self._steps = WeakKeyDictionary(steps)
+    def setup(self, run: Run) -> None:
+        """Begin a run. Optimizers of an earlier one, which a user may return again, keep their number of steps."""
+        super().setup(run)
+        # Weak: an optimizer that a user replaces is not kept alive, with its state. Not in the constructor, as the
+        # strategy is pickled for processes that are spawned.
+        self._steps = WeakKeyDictionary(self._steps)
+        self._hooks = WeakKeyDictionary()
 
     def prepare_loaders(self, stage: str) -> None:
         """Forget the sizes of earlier training loaders."""
@@ -150,11 +154,8 @@ class Rates(Part):
 
     def _set_batch(self) -> None:
         """Set the global and the base batch of the next steps, from the loaders and the accumulation."""
-        # The groups may hold scaled values, of the batch so far
-        # (`test_groups_hold_scaled_values_in_a_step_and_base_values_between`).
-        self.restore_groups()
         self._accumulation = self.run.loop.accumulation
-        batch = self._measure_batch(self._loader_sizes, self._accumulation, self.run.world.size)
+        batch = self._measured_batch()
         # A learning rate that `Tuner.lr_find` finds was found with this global batch, which is therefore its base
         # batch. A scale other than 1, in the search or in the run after it, would count the batch twice.
         if self.scales and finds_learning_rate(self.run.trainer):
@@ -163,18 +164,31 @@ class Rates(Part):
             batch = batch._replace(base_batch_size=self._size_in_search)
         self.batch = batch
 
-    def _measure_batch(self, loader_sizes: Sequence[int | None], accumulation: int, world_size: int) -> BatchScale:
+    def _measured_batch(self) -> BatchScale:
+        """Return the global and the base batch, or raise a ValueError if they cannot be known."""
+        sizes = self._loader_sizes
+        if not self.run.module.automatic_optimization:
+            # How many batches an optimizer step has is up to the user's code. The ratio to the batch of a run on other
+            # ranks is known all the same.
+            sizes = [None] * len(sizes)
+            if self._base_batch_size is not None and self._given_batch_size is None:
+                raise ValueError(
+                    f"base_batch_size={self._base_batch_size} needs the global batch, but in manual optimization your"
+                    " training_step decides how many batches an optimizer step has. Give the samples of one optimizer"
+                    " step over all ranks by GradAvgStrategy(global_batch_size=...)."
+                )
         return batch_scale(
-            loader_sizes,
-            accumulation,
-            world_size=world_size,
+            sizes,
+            self._accumulation,
+            world_size=self.run.world.size,
             split_batches=self._options.split_batches,
             base_batch_size=self._base_batch_size,
             base_world_size=self._base_world_size,
+            global_batch_size=self._given_batch_size,
         )
 
     def on_train_start(self) -> None:
-        """Begin training, or raise a ValueError about what cannot be scaled or resumed."""
+        """Begin to scale the steps, or raise a ValueError about what cannot be scaled or resumed."""
         self._set_batch()
         self._compare_recipes()
         if not self.scales:
@@ -182,181 +196,163 @@ class Rates(Part):
         warning = counted_twice(self._options.rule.name, self._scaling, self.batch.scale, self.run.num_nodes)
         if warning:
             rank_zero_warn(warning)
-        # Scaling once raises an error about a group that cannot be scaled now, and not in the first batch.
-        self.scale_groups()
-        self.restore_groups()
-        self._replace_hooks()
+        for optimizer in self._optimizers:
+            # An error about a group that cannot be scaled now, and not in the first batch.
+            self._steps_of(optimizer).check(optimizer)
+        self._trains = True
+        self.attach(self._optimizers)
 
-    def _replace_hooks(self) -> None:
-        """Have schedulers see base values, and monitors of learning rates scaled ones."""
-        trainer: Any = self.run.trainer
-        # Lightning's loop steps the schedulers of a batch also if no optimizer stepped in it.
-        self._surround(trainer.fit_loop.epoch_loop, "update_lr_schedulers", self.restore_groups)
-        for callback in trainer.callbacks:
-            if not isinstance(callback, LearningRateMonitor):
-                continue
-            self._surround(callback, "on_train_epoch_start", self.scale_groups)
-            # In automatic optimization a batch has scaled values already, and keeps them after this hook.
-            if not self.run.module.automatic_optimization:
-                self._surround(callback, "on_train_batch_start", self.scale_groups)
+    def attach(self, optimizers: Sequence[Optimizer]) -> None:
+        """Scale the steps of these optimizers from now on, if the run trains. Others keep being scaled."""
+        if not self._trains:
+            return
+        for optimizer in optimizers:
+            if optimizer not in self._hooks:
+                self._hooks[optimizer] = self._steps_of(optimizer).attach(optimizer)
 
-    def _surround(self, owner: object, name: str, before: Callable[[], None]) -> None:
-        """Replace a hook by one that calls `before` first, and restores all groups afterwards."""
-        hook = getattr(owner, name)
+    def _steps_of(self, optimizer: Optimizer) -> ScaledSteps:
+        """Return the steps of an optimizer, which go on counting if it is the one of an earlier run."""
+        if optimizer not in self._steps:
+            self._steps[optimizer] = ScaledSteps(self._factor, self._scaled_values)
+        return self._steps[optimizer]
 
-        # A function: of a bound method, `copy.deepcopy` of the owner would copy this part, too.
-        def surrounded(*args: object, **kwargs: object) -> None:
-            before()
-            hook(*args, **kwargs)
-            self.restore_groups()
+    def _factor(self, steps: int) -> float:
+        """Return the factor of the learning rate after so many optimizer steps."""
+        return warmup_factor(self.lr_scale, steps, self._warmup_steps)
 
-        self._hooks.enter_context(replaced(owner, name, surrounded))
+    def _scaled_values(self, group: dict[str, Any], factor: float) -> Hyperparameters:
+        return self._scaling.hyperparameters(self.batch.scale, group, factor)
 
     def on_train_batch_start(self) -> None:
-        """Scale the groups for the batch that arrives; in automatic optimization they stay so until the step.
-
-        The strategy calls this before the hooks of the user, which see the scaled values.
-        """
+        """Follow another accumulation, and optimizers that a user put into the list of the Trainer."""
         accumulation_changed = self.run.loop.accumulation != self._accumulation
         # In its last pass, SWA makes the window as long as the epoch, so that Lightning takes no step in it.
         if accumulation_changed and not self.run.loop.skips_backward:
             self._set_batch()
-        if self.scales and self.run.module.automatic_optimization:
-            # The batch before may have ended without a step.
-            self.restore_groups()
-            self.scale_groups()
+        self.attach(self._optimizers)
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[[], _Result]) -> _Result:
-        """Call `step` with scaled values in the groups of its optimizer, count it unless it raises, and restore them.
+        """Call `step`, Lightning's, in which the optimizer steps unless a loss scaler skips that.
 
-        The optimizer need not be one that `configure_optimizers` returned.
+        Raises:
+            RuntimeError: If the optimizer stepped, and torch called no hook.
         """
-        self._scale_groups_of(optimizer)
+        if not self._trains:
+            return step()
+        self.attach([optimizer])  # which `configure_optimizers` need not have returned
+        steps = self._steps_of(optimizer)
+        taken = steps.taken
+        calls = steps.calls
         try:
             result = step()
-            self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         finally:
-            self._restore_groups_of(optimizer)
+            steps.end_calls(calls)
+        has_scaler = getattr(self.run.trainer.precision_plugin, "scaler", None) is not None
+        if steps.taken == taken and not has_scaler:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} took a step in which torch called no hook, so lr_scaling="
+                f"{self._scaling.name!r} has not scaled its learning rates. Leave its method `step` to its class,"
+                " return the optimizer that it wraps from configure_optimizers, or use lr_scaling='none'."
+            )
         return result
 
-    def scale_groups(self) -> None:
-        """Have all groups of the run hold scaled values until `restore_groups`. Does nothing without a scaling."""
-        for optimizer in self._optimizers:
-            self._scale_groups_of(optimizer)
+    def end_failed_steps(self) -> None:
+        """Restore base values where a step raised that the user's code took itself."""
+        for steps in self._steps.values():
+            # Within the closure of a step in progress, groups hold base values.
+            if steps.holds_scaled_values:
+                steps.end_calls(0)
 
-    def _scale_groups_of(self, optimizer: Optimizer) -> None:
-        if not self.scales:
-            return
-        if optimizer in self._in_step:
-            self._in_step[optimizer].scale_new_groups()
-            return
-        factor = self._factor(optimizer)
-        self._in_step[optimizer] = ScaledGroups(optimizer, self._scaling, self.batch.scale, factor)
-
-    def restore_groups(self) -> None:
-        """Have all groups that hold scaled values hold base values again."""
-        for optimizer in list(self._in_step):
-            self._restore_groups_of(optimizer)
-
-    def _restore_groups_of(self, optimizer: Optimizer) -> None:
-        scaled_groups = self._in_step.pop(optimizer, None)
-        if scaled_groups is not None:
-            scaled_groups.restore()
-
-    def _factor(self, optimizer: Optimizer) -> float:
-        return warmup_factor(self.lr_scale, self._steps.get(optimizer, 0), self._warmup_steps)
-
-    def learning_rates(self) -> tuple[float, ...]:
-        """Return those that the step in progress or the next one uses, of every group of every optimizer."""
-        rates = []
-        for optimizer in self._optimizers:
-            if optimizer in self._in_step:
-                self._in_step[optimizer].scale_new_groups()
-                factor = 1.0
-            else:
-                factor = self._factor(optimizer)
-            for group in optimizer.param_groups:
-                # An optimizer may choose its own rates, as Adafactor of Transformers does with `lr=None`.
-                if group.get("lr") is not None:
-                    rates.append(float(group["lr"] * factor))
-        return tuple(rates)
-
-    def optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's state as it is saved, with base values in it."""
-        # The state is empty on ranks that do not save it.
-        if not state or optimizer not in self._in_step:
-            return state
-        return self._in_step[optimizer].with_base_values(state)
+    def factors(self) -> tuple[float, ...]:
+        """Return the factor of the learning rates in the next step of each optimizer, or the one in progress."""
+        return tuple(self._steps_of(optimizer).factor() for optimizer in self._optimizers)
 
     def load_optimizers(self, saved: Saved | None) -> None:
         """Resume the warm-up where the checkpoint's run was; the states of optimizers are about to be loaded."""
         if saved is None or saved.get("rates") is None:
             return
         # A run with another number of optimizers keeps the steps of those that both have.
-        for optimizer, steps in zip(list(self._steps), saved["rates"]["steps"], strict=False):
-            self._steps[optimizer] = steps
+        for optimizer, taken in zip(self._optimizers, saved["rates"]["steps"], strict=False):
+            self._steps_of(optimizer).taken = taken
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
         """Save the recipe, and how far the warm-up is."""
         saved["recipe"] = self._recipe()
         saved["rates"] = None
         if self.scales:
-            saved["rates"] = {"steps": [self._steps.get(optimizer, 0) for optimizer in self._optimizers]}
+            saved["rates"] = {"steps": [self._steps_of(optimizer).taken for optimizer in self._optimizers]}
 
     def load(self, saved: Saved) -> None:
         """Remember the recipe of the checkpoint, until the loaders of this run are known."""
         self._loaded_recipe = saved.get("recipe", {})
 
     def _recipe(self) -> dict[str, Any]:
-        """Return what a run that continues this one must agree with, free of the world size."""
-        base_batch_size = None
-        # Without a scaling the base says nothing, and a search for a learning rate would seem to change the recipe.
-        if self.scales and self.batch.known:
-            base_batch_size = self.batch.base_batch_size
+        """Return what a run that continues this one must agree with, free of the world size.
+
+        The global batch is none of it: it changes within a run (`GradientAccumulationScheduler`), and the scale follows
+        it.
+        """
+        lr_scaling = self._scaling.name
+        if not self._scaling.is_named:
+            lr_scaling = _UNNAMED
+        base = None
+        if self.scales and self._base_batch_size is not None:
+            base = f"base_batch_size={self._base_batch_size}"
+        elif self.scales:
+            base = f"base_world_size={self._base_world_size}"
         return {
             "reduction": self._options.rule.name,
             "split_batches": self._options.split_batches,
             "equivalent_to": self._options.preset,
             "num_replicas": self._options.shaping_replicas(self.run.world.size),
-            "global_batch_size": self.global_batch_size,
-            "lr_scaling": self._scaling.name,
-            "base_batch_size": base_batch_size,
+            "lr_scaling": lr_scaling,
+            "base": base,
             "lr_warmup_steps": self._warmup_steps,
         }
 
     def _compare_recipes(self) -> None:
-        """Refuse to continue a run under another recipe than it was begun with."""
+        """Refuse to continue a run under another recipe than it was begun with, or say which recipe is dropped."""
         saved = self._loaded_recipe
         self._loaded_recipe = {}
-        if self._may_differ:
-            return
         differences = []
         for name, value in self._recipe().items():
-            saved_value = saved.get(name)
-            # None is a value that the checkpoint does not know, such as a batch size that no loader told.
-            if saved_value is not None and saved_value != value:
-                differences.append(f"{name}: {saved_value!r} in the checkpoint, now {value!r}")
+            if name in saved and saved[name] != value:
+                differences.append(f"{name}: {saved[name]!r} in the checkpoint, now {value!r}")
+        if saved.get("lr_scaling") == self._recipe()["lr_scaling"] == _UNNAMED:
+            rank_zero_info(
+                "GradAvgStrategy: lr_scaling is a function without a name, so it is not compared with the checkpoint's."
+                " A function that `def` names is compared by that name."
+            )
         if not differences:
             return
         message = "the checkpoint was trained under another recipe:\n  " + "\n  ".join(differences)
+        if self._may_differ:
+            rank_zero_warn(
+                f"GradAvgStrategy: {message}\nThis strategy trains as stock DDP does, so it goes on without the"
+                " checkpoint's. Give the options of the checkpoint's run to go on with them."
+            )
+            return
         if not self._allow_change:
             raise ValueError(f"{message}\nChange it back, or pass allow_recipe_change=True if this is intended.")
         rank_zero_info(f"GradAvgStrategy: {message}")
 
     def teardown(self) -> None:
-        """Restore the hooks of Lightning."""
-        self._hooks.close()
+        """Leave the optimizers as they were."""
+        self.end_failed_steps()
+        for handles in self._hooks.values():
+            for handle in handles:
+                handle.remove()
+        self._hooks.clear()
+        self._trains = False
 
     def describe(self) -> str:
         """Return the scale, and what it makes of the learning rates."""
         if not self.scales:
             return ""
-        distinct_rates = dict.fromkeys(self.learning_rates())
-        rates = ", ".join(f"{rate:g}" for rate in distinct_rates)
         warmup = ""
         if self._warmup_steps > 0:
             warmup = f" after {plural(self._warmup_steps, 'warm-up step')}"
         return (
-            f"; global batch / base batch = {self.batch.scale:g}, so learning rate x {self.lr_scale:g}{warmup},"
-            f" now {rates}"
+            f"; global batch / base batch = {self.batch.scale:g}, so every optimizer step multiplies its learning rate"
+            f" by {self.lr_scale:g}{warmup}; schedulers, LearningRateMonitor and checkpoints show the base rate"
         )

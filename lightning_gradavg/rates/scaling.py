@@ -65,12 +65,14 @@ class Scaling:
         formula: The scaling in one line of text, for messages.
         moments: A pure function of the scale and a parameter group with base values. It returns the scaled smoothing
             constants (`betas` or `alpha`) and `eps` by name, or nothing if the scaling leaves them alone.
+        is_named: Whether the name tells it from others; not that of a lambda, a `partial` or a callable object.
     """
 
     name: str
     factor: ScaleFunction
     formula: str
     moments: Callable[[float, Hyperparameters], Hyperparameters] = _no_moments
+    is_named: bool = True
 
     def at(self, scale: float) -> float:
         """Return the factor of the learning rate; ValueError unless it and the scale are finite and > 0."""
@@ -103,7 +105,8 @@ def resolve_scaling(lr_scaling: str | ScaleFunction) -> Scaling:
     """Return the scaling that `lr_scaling` names, or the one of a user's function."""
     if callable(lr_scaling):
         name = getattr(lr_scaling, "__qualname__", type(lr_scaling).__qualname__)
-        return Scaling(name, lr_scaling, f"{name}(k) * lr")
+        is_named = hasattr(lr_scaling, "__qualname__") and not name.endswith("<lambda>")
+        return Scaling(name, lr_scaling, f"{name}(k) * lr", is_named=is_named)
     accepted = f"{', '.join(map(repr, SCALINGS))}, or a function scale -> factor"
     if not isinstance(lr_scaling, str):
         raise TypeError(
@@ -209,13 +212,17 @@ def warmup_factor(factor: float, step: int, warmup_steps: int) -> float:
     return 1 + (factor - 1) * step / warmup_steps
 
 
-def scaled_steps(steps: int, scale: float) -> int:
+def scaled_steps(steps: int, scale: float | Fraction) -> int:
     """Return how many steps at `scale` see as many samples as `steps` base steps: steps / k, rounded half up.
 
-    It is at least 1, unless `steps` is 0.
+    It is at least 1, unless `steps` is 0. The scale is a ratio of batches: of a float, that of the nearest one with a
+    base batch of up to a million, so that 5 steps at 10 / 3, which is not a float, are 1.5 steps and rounded to 2.
     """
-    exact = as_count("steps", steps, least=0) / _as_written(as_positive("scale", scale))
-    rounded = math.floor(exact + Fraction(1, 2))
+    as_positive("scale", float(scale))
+    exact_scale = Fraction(scale)
+    if isinstance(scale, float):
+        exact_scale = exact_scale.limit_denominator(10**6)
+    rounded = math.floor(as_count("steps", steps, least=0) / exact_scale + Fraction(1, 2))
     if steps > 0:
         return max(rounded, 1)
     return rounded
@@ -224,7 +231,7 @@ def scaled_steps(steps: int, scale: float) -> int:
 class BatchScale(NamedTuple):
     """The global batch and the base batch, each the samples of one optimizer step over ranks and window.
 
-    Where no loader tells its batch size, neither is known, but their ratio is: both are then counted in loader batches.
+    Where the samples are not known, their ratio is: both are then counted in loader batches.
     """
 
     global_batch_size: int
@@ -245,11 +252,13 @@ def batch_scale(
     split_batches: bool = False,
     base_batch_size: int | None = None,
     base_world_size: int = 1,
+    global_batch_size: int | None = None,
 ) -> BatchScale:
     """Return the global batch of a run, by the batch sizes of all its training loaders, and the base batch.
 
     With `split_batches` the ranks share each loader batch. Without `base_batch_size` the base run is this script, with
-    the same loader and accumulation, on `base_world_size` ranks. With b the loader's batch size and N the accumulation:
+    the same loaders and accumulation, on `base_world_size` ranks. With b the samples that all loaders together give to
+    one micro-batch, and N the accumulation:
 
     | `split_batches` | `base_batch_size` | global batch | base batch |
     |---|---|---|---|
@@ -265,10 +274,12 @@ def batch_scale(
         split_batches: Whether the ranks share each loader batch.
         base_batch_size: The base batch in samples.
         base_world_size: Ranks of the base run.
+        global_batch_size: The global batch in samples, where the sizes do not tell it.
 
     Raises:
-        ValueError: If a number is out of range, if `base_world_size` says nothing about the base batch, or if
-            `base_batch_size` is given and the loaders do not have one known batch size.
+        ValueError: If a number is out of range; if `base_world_size` says nothing about the base batch; if
+            `base_batch_size` is given and the global batch is not known; or if `global_batch_size` is given without
+            it, or is another than the sizes tell.
     """
     base_ranks = as_count("base_world_size", base_world_size)
     if base_ranks > 1 and split_batches and base_batch_size is None:
@@ -277,12 +288,21 @@ def batch_scale(
             " is the loader's batch on any number of ranks. Give base_batch_size, the global batch that the"
             " learning rate was tuned for."
         )
-    size = _common_size(sizes)
-    if size is None and base_batch_size is not None:
+    if base_batch_size is not None:
+        as_count("base_batch_size", base_batch_size)
+    if global_batch_size is not None:
+        as_count("global_batch_size", global_batch_size)
+        if base_batch_size is None:
+            raise ValueError(
+                f"global_batch_size={global_batch_size} is compared with base_batch_size, which is not given. Give"
+                " both, or neither: the scale is then the number of ranks over base_world_size."
+            )
+    size = _samples_of(sizes)
+    if size is None and base_batch_size is not None and global_batch_size is None:
         raise ValueError(
             f"base_batch_size={base_batch_size} needs the size of a training batch, but the training loaders have the"
             f" batch sizes {list(sizes)}. Give the loader, its batch sampler or its dataset an attribute `batch_size`,"
-            " or use base_world_size."
+            " give the samples of one optimizer step over all ranks by global_batch_size, or use base_world_size."
         )
     # Without a known size, the unit is one loader batch: the ratio is right all the same.
     loader_batch = size if size is not None else 1
@@ -294,15 +314,27 @@ def batch_scale(
         global_batch = per_rank * world_size
         base_batch = per_rank * base_ranks
     if base_batch_size is not None:
-        base_batch = as_count("base_batch_size", base_batch_size)
-    return BatchScale(global_batch, base_batch, known=size is not None)
+        base_batch = base_batch_size
+    if global_batch_size is None:
+        return BatchScale(global_batch, base_batch, known=size is not None)
+    if size is not None and global_batch_size != global_batch:
+        raise ValueError(
+            f"global_batch_size={global_batch_size}, but the training loaders and the Trainer make {global_batch}"
+            " samples of one optimizer step over all ranks. Leave global_batch_size out."
+        )
+    return BatchScale(global_batch_size, base_batch)
 
 
-def _common_size(sizes: Sequence[int | None]) -> int | None:
-    """Return the batch size that all loaders have, or None if they differ or one does not tell."""
-    if len(set(sizes)) != 1:
+def _samples_of(sizes: Sequence[int | None]) -> int | None:
+    """Return the samples that all loaders together give to one micro-batch, or None if one does not tell."""
+    total = 0
+    for size in sizes:
+        if size is None:
+            return None
+        total += size
+    if total == 0:  # no loader is known yet
         return None
-    return sizes[0]
+    return total
 
 
 def counted_twice(rule_name: str, scaling: Scaling, scale: float, nodes: int = 1) -> str:

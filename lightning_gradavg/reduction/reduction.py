@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -34,12 +33,6 @@ _MISSPELT = {"weights", "Weight", "wieght", "weigth"}
 
 class Observer(Protocol):
     """What looks at an observed step: `lightning_gradavg.report.part.Reports`."""
-
-    def samples_of(self, samples: float | None, batch: object) -> float | None:
-        """Return the samples of a micro-batch, None if they are not known."""
-
-    def backward(self, *, last: bool) -> AbstractContextManager[object]:
-        """Return a context for a backward, the last of its window or not."""
 
     def reduced(self, record: WindowRecord) -> None:
         """Report a window whose gradients are reduced. A collective operation."""
@@ -377,9 +370,6 @@ class Reduction(Part):
         loss = require_loss(loss)
         micro_batch = self._weights.read(weight, self._batch, samples, problem)
         micro_batch = micro_batch._replace(samples_of_ranks=self._samples_of_ranks)
-        if self.observer is not None:
-            samples_of_report = self.observer.samples_of(samples, self._batch)
-            micro_batch = micro_batch._replace(samples=samples_of_report, loss=loss.detach())
         self._warn_of_weight_0(micro_batch)
         # Such as a sum over no rows. The other ranks still wait for this rank's backward.
         if not micro_batch.counts and not loss.requires_grad:
@@ -443,8 +433,6 @@ class Reduction(Part):
         elif counts:
             self._judge.note_loss(None)
         micro_batch = MicroBatch(0.0, absent=True, without_loss=counts, samples_of_ranks=self._samples_of_ranks)
-        if self.observer is not None:
-            micro_batch = micro_batch._replace(samples=0.0)
         weighed = WeighedLoss(zero, micro_batch, multiplies=False)
         self._add_to_engine(weighed, is_last_piece=is_last_piece)
         return weighed.value
@@ -494,11 +482,7 @@ class Reduction(Part):
         self.pending = None
         if self._without is not None:
             self._without.begin_backward()
-        around: AbstractContextManager[object] = nullcontext()
-        if self.observer is not None:
-            around = self.observer.backward(last=self._ends_window(is_last_piece=is_last_piece))
-        with around:
-            self._engine.backward(loss, run, is_last_piece=is_last_piece, window_continues=self._window_continues)
+        self._engine.backward(loss, run, is_last_piece=is_last_piece, window_continues=self._window_continues)
         self._has_reduced = True
 
     def finish(self) -> None:

@@ -1,53 +1,19 @@
-"""Reports of single optimizer steps: the local gradients before the reduction, and the result."""
+"""Reports of single optimizer steps, once their gradients are reduced."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from enum import Enum, auto
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_gradavg._lightning.part import Part, Run
-from lightning_gradavg._support.tree import batch_samples
 from lightning_gradavg.reduction.window import WindowRecord
-from lightning_gradavg.report.report import StepReport, measure_rank
+from lightning_gradavg.report.report import StepReport
 from lightning_gradavg.rules import Rule
 
-__all__ = ["Reports", "local_gradients", "squared_norm"]
-
-
-@contextmanager
-def local_gradients(parameters: Sequence[nn.Parameter], *, accumulated: bool) -> Iterator[dict[Tensor, Tensor]]:
-    """Collect squared norms of accumulated gradients by parameter during a backward, before DDP reduces them.
-
-    Torch calls hooks after the accumulation from within the node `AccumulateGrad`. DDP's reduction is a hook after that
-    node, so it runs later and the gradients are still local here.
-
-    Args:
-        parameters: The parameters that DDP reduces.
-        accumulated: Whether they hold gradients of earlier micro-batches of the window.
-    """
-    squares: dict[Tensor, Tensor] = {}
-
-    def measure(parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            squares[parameter] = squared_norm([parameter.grad.detach()])
-
-    if accumulated:
-        # This backward may not reach all parameters that earlier ones reached. Of those that it reaches, the hook
-        # replaces the number.
-        for parameter in parameters:
-            measure(parameter)
-    handles = [parameter.register_post_accumulate_grad_hook(measure) for parameter in parameters]
-    try:
-        yield squares
-    finally:
-        for handle in handles:
-            handle.remove()
+__all__ = ["Reports", "squared_norm"]
 
 
 def squared_norm(gradients: Iterable[Tensor | None], device: torch.device | None = None) -> Tensor:
@@ -72,36 +38,18 @@ def squared_norm(gradients: Iterable[Tensor | None], device: torch.device | None
     return _total(squares, device)
 
 
-def _total(values: Iterable[Tensor], device: torch.device | None) -> Tensor:
+def _total(values: Sequence[Tensor], device: torch.device | None) -> Tensor:
     """Return the sum of 0-dim tensors, which may be on several devices; 0 without any."""
-    moved = [value.to(device) for value in values]
-    if not moved:
+    if not values:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(moved).sum()
-
-
-class _State(Enum):
-    """How far the observed step is. `Reports` has the table."""
-
-    IDLE = auto()
-    IN_WINDOW = auto()
-    MEASURED = auto()
+    return torch.stack([value.to(device) for value in values]).sum()
 
 
 class Reports(Part):
     """Reports single optimizer steps. Steps that are not observed cost nothing.
 
-    The calls of an observed step: `observe_next_step`; `begin_step` when its window begins; then for each micro-batch
-    `samples_of` and `backward`; and after the reduction `reduced`, or `skipped`.
-
-    | state | the observed step | next |
-    |---|---|---|
-    | IDLE | there is none | IN_WINDOW: `begin_step`, if a step is requested and its window begins |
-    | IN_WINDOW | its micro-batches run | MEASURED: `backward`, the last of the window |
-    | MEASURED | the norms of its local gradients are known | IDLE: `reduced`, which makes the report, or `skipped` |
-
-    A backward that raises, or another run, leads to IDLE from any state. A request is apart from the state: the step
-    after an observed one may be requested already.
+    The calls of an observed step: `observe_next_step`; `begin_step` when its window begins; and after the reduction
+    `reduced`, which makes the report, or `skipped`. The step after an observed one may be requested already.
 
     Attributes:
         observing: Whether a step is requested or observed.
@@ -110,33 +58,27 @@ class Reports(Part):
     # An attribute, not a property: the strategy asks it in every step.
     observing = False
 
-    def __init__(self, rule: Rule, *, crosses_ranks: bool, facts: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, rule: Rule, lr_factors: Callable[[], tuple[float, ...]]) -> None:
         """Report the steps of a run.
 
         Args:
             rule: The reduction rule.
-            crosses_ranks: Whether the loss of a rank is over samples of others, so that its own are not known.
-            facts: Returns `learning_rates` and `lr_scale` of `StepReport`.
+            lr_factors: Returns `StepReport.lr_factors` of the step in progress.
         """
         self._rule = rule
-        self._crosses_ranks = crosses_ranks
-        self._facts = facts
-        self._is_requested = False
+        self._lr_factors = lr_factors
         self._report: StepReport | None = None
-        self._enter(_State.IDLE)
+        self._is_requested = False
+        self._is_in_window = False  # whether the window of the observed step is open
 
     def setup(self, run: Run) -> None:
         """Begin a run, and forget a step that the run before did not finish."""
         super().setup(run)
-        self._enter(_State.IDLE)
+        self._end_window()
 
-    def _enter(self, state: _State) -> None:
-        """Change the state; what was measured of a step is kept for MEASURED only."""
-        self._state = state
-        self.observing = self._is_requested or state is not _State.IDLE
-        if state is not _State.MEASURED:
-            self._backwards = 0  # in the window so far
-            self._local_squares: dict[Tensor, Tensor] = {}  # squared norms of local gradients, after the last backward
+    def _end_window(self) -> None:
+        self._is_in_window = False
+        self.observing = self._is_requested
 
     def observe_next_step(self) -> None:
         """Observe the step whose window begins next."""
@@ -144,7 +86,7 @@ class Reports(Part):
         self.observing = True
 
     def report(self) -> StepReport:
-        """Return the numbers of the last observed step, equal on all ranks; RuntimeError if there is none."""
+        """Return the numbers of the last observed step; RuntimeError if there is none."""
         if self._report is None:
             raise RuntimeError(
                 "no optimizer step was observed. Add GradAvgMonitor() to the Trainer's callbacks, or call"
@@ -156,79 +98,40 @@ class Reports(Part):
         """Begin a training step; return what observes it, or None if it is not observed."""
         if self._is_requested and begins_window:
             self._is_requested = False
-            self._enter(_State.IN_WINDOW)
-        if self._state is _State.IDLE:
-            return None
-        return self
-
-    def samples_of(self, samples: float | None, batch: object) -> float | None:
-        """Return the samples of a micro-batch: `samples` if they are known, else those of its batch, if it tells."""
-        # A replica's loss may reach samples of other ranks (`gather`), and its share of the batch says nothing then.
-        if self._crosses_ranks:
-            return None
-        if samples is not None:
-            return samples
-        try:
-            return float(batch_samples(batch))
-        except ValueError:  # a batch without tensors, or with different first dimensions
-            return None
-
-    @contextmanager
-    def backward(self, *, last: bool) -> Iterator[None]:
-        """Surround the backward of a loss, the last one of its window or not, and measure local gradients in the last.
-
-        In manual optimization, `last` says only that the user does not hold the reduction back: another backward of the
-        same window may follow and is measured again.
-        """
-        self._backwards += 1
-        # IDLE: in manual optimization a training step may have more windows after the observed one.
-        if not last or self._state is _State.IDLE:
-            yield
-            return
-        try:
-            with local_gradients(self._parameters, accumulated=self._backwards > 1) as squares:
-                yield
-        except BaseException:
-            self._enter(_State.IDLE)
-            raise
-        self._local_squares = squares
-        self._enter(_State.MEASURED)
-
-    @property
-    def _parameters(self) -> Sequence[nn.Parameter]:
-        return [parameter for parameter in self.run.ddp.parameters() if parameter.requires_grad]
+            self._is_in_window = True
+        if self._is_in_window:
+            return self
+        return None
 
     def skipped(self) -> None:
         """Observe the next step instead of this one, which all ranks skip."""
-        if self._state is _State.MEASURED:
+        if self._is_in_window:
             self._is_requested = True
-            self._enter(_State.IDLE)
+            self._end_window()
 
     def reduced(self, record: WindowRecord) -> None:
         """Report the step, once the gradients of its window are reduced. A collective operation."""
-        if self._state is not _State.MEASURED:
+        # In manual optimization a training step may have more windows after the observed one.
+        if not self._is_in_window:
             return
-        local_squares = self._local_squares
         # First, so that an exception below does not leave a step that is observed for ever.
-        self._enter(_State.IDLE)
+        self._end_window()
         # Gradients still carry the loss scale of "16-mixed": Lightning unscales in `MixedPrecision.optimizer_step`.
         loss_scale = 1.0
         scaler = getattr(self.run.trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             loss_scale = float(scaler.get_scale())
+        gradients = [parameter.grad for parameter in self.run.ddp.parameters() if parameter.requires_grad]
         with torch.profiler.record_function("GradAvg: measure gradients"):
-            reduced_square = squared_norm([parameter.grad for parameter in self._parameters], self.run.device)
-            local_square = _total(local_squares.values(), self.run.device)
-            # The host reads both numbers here, and so waits for the gradients.
-            norm = math.sqrt(reduced_square) / loss_scale
-            local_norm = math.sqrt(local_square) / loss_scale
-        ranks = self.run.world.gather_objects(measure_rank(record, self._rule, local_norm))
-        facts = self._facts()
-        self._report = StepReport.of(
-            self._rule,
-            ranks,
+            # The host reads the number here, and so waits for the gradients.
+            norm = math.sqrt(squared_norm(gradients, self.run.device)) / loss_scale
+        normalizers = self.run.world.gather_floats([float(sum(share.normalizer for share in record.shares))])
+        self._report = StepReport(
             step=self.run.trainer.global_step,
+            rule=self._rule.name,
+            formula=self._rule.formula,
+            weight=float(sum(micro_batch.weight for micro_batch in record.micro_batches)),
+            normalizer=sum(normalizer for (normalizer,) in normalizers),
             gradient_norm=norm,
-            learning_rates=facts["learning_rates"],
-            lr_scale=facts["lr_scale"],
+            lr_factors=self._lr_factors(),
         )

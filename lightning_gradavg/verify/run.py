@@ -159,7 +159,13 @@ def _module_of_file(file: Path) -> ModuleType:
 def resolve_strategy(strategy: object) -> DDPStrategy | ModelParallelStrategy:
     """Return a strategy that runs in processes which are there already."""
     if isinstance(strategy, str) and ":" in strategy:
-        strategy = imported(strategy)()
+        made_by = imported(strategy)
+        if not callable(made_by):
+            raise ValueError(
+                f"strategy={strategy!r} is {made_by!r}; name the class, or a function that makes one, as every process"
+                " needs its own"
+            )
+        strategy = made_by()
     if isinstance(strategy, str):
         name = strategy.lower()
         if strategy == "auto":

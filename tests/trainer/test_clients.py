@@ -1,7 +1,7 @@
 """Models of other libraries, as these ship them, train on several ranks as on one process.
 
 The scripts of tests/clients/ run as a user runs them: Lightning starts the ranks. Install the libraries beside the
-package, `pip install chemprop gluonts[torch] pytorch-forecasting`, and run
+package, `pip install chemprop gluonts[torch] pytorch-forecasting mlflow`, and run
 `pytest -m '' tests/trainer/test_clients.py`. docs/frameworks.md has the releases that were tried.
 """
 
@@ -41,15 +41,22 @@ CLIENTS = [
 ]
 
 
+def start(script: str, devices: int, output: Path, *arguments: str) -> None:
+    """Run a script of tests/clients/ on so many processes, in the folder of its output."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    file = ROOT / "tests" / "clients" / f"{script}.py"
+    command = [sys.executable, str(file), str(devices), str(output), *arguments]
+    done = subprocess.run(
+        command, cwd=output.parent, env=environ, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def result(client: Client, devices: int, folder: Path) -> dict[str, Any]:
     """Train on so many processes, and return what rank 0 saved."""
     output = folder / f"{devices}.pt"
-    script = ROOT / "tests" / "clients" / f"{client.script}.py"
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), str(devices), str(output), *client.arguments]
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    start(client.script, devices, output, *client.arguments)
     saved: dict[str, Any] = torch.load(output)
     return saved
 
@@ -78,3 +85,15 @@ def test_a_librarys_own_model_trains_as_on_one_process(client, tmp_path):
     expected = result(client, 1, tmp_path)
     for devices in (2, 3):
         assert_equal(expected, result(client, devices, tmp_path), client.of_rank_zero)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_run_of_mlflow_goes_on_with_another_number_of_ranks(tmp_path):
+    """MLflow refuses another value of a hyperparameter, so none is logged that depends on where a run goes on."""
+    pytest.importorskip("mlflow", reason="a library that need not be installed: see the module's docstring")
+    output = tmp_path / "run.txt"
+    start("mlflow_resume", 2, output)
+    start("mlflow_resume", 1, output, output.read_text())
+    logged = {path.name: path.read_text() for path in tmp_path.glob("mlruns/*/*/params/gradavg/*")}
+    assert {"reduction": "mean", "num_replicas": "2"} == logged
