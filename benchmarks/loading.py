@@ -1,12 +1,12 @@
 """What an epoch takes whose samples are slow to load, under each option that splits: `python -m benchmarks.loading`.
 
 A sample takes a while to load, in which the processor is free, as when it is read from a disk: so some ranks on few
-cores do not wait for each other. `collate_fn` is the user's own. Stock Lightning has a `DistributedSampler`, and a batch
-of its own on each rank; all others share the same global batch. A dataset counts the samples that it loads, in workers,
+cores do not wait for each other. `collate_fn` is the user's own. Stock Lightning has a `DistributedSampler`, and each
+rank a batch of its own; all others share the same global batch. A dataset counts the samples that it loads, in workers,
 too.
 
-In the first batch of a run, every rank loads one sample twice more, which the ranks compare; under a preset, rank 0 also
-loads that batch as a whole. So the table has the first epoch and a later one.
+In the first batch of a run, every rank loads one sample twice more, which the ranks compare. Under a preset, rank 0
+also loads that batch as a whole. So the table has the first epoch and a later one.
 
 One command starts the ranks on this machine, for one number of ranks after the other, and each world prints its table.
 In a round, each variant trains once, in an order drawn anew; the first round is dropped. Rounds and ratios are those of

@@ -15,8 +15,8 @@ def make_quiet_trainer(strategy: Strategy, **options: Any) -> Trainer:
 
     Args:
         strategy: The strategy.
-        options: Further options of the Trainer, such as `accelerator`, `devices`, `num_nodes` and `callbacks`. It trains
-            for one epoch unless they say otherwise.
+        options: Further options of the Trainer, such as `accelerator`, `devices`, `num_nodes` and `callbacks`. It
+            trains for one epoch unless they say otherwise.
     """
     options.setdefault("max_epochs", 1)
     return Trainer(
