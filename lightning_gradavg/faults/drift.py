@@ -104,7 +104,7 @@ class Drift:
 
     def _causes(self) -> Iterator[str]:
         if self.is_buffer:
-            yield "Each rank computed it from its own samples: compute it from the whole batch, in training_step_end."
+            yield "Each rank computed it from its own samples: compute it from all, by lightning_gradavg.gather."
             yield "Or one rank alone assigned to it."
             return
         if self.is_new:
