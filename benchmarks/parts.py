@@ -27,10 +27,10 @@ from benchmarks.step import setting_of
 from benchmarks.trained import trained_variants
 from benchmarks.world import is_rank, joined, start
 from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.batches import chunks, draws
+from lightning_gradavg._support import random_state  # noqa: PLC2701  # its functions call each other
+from lightning_gradavg.batches import order, progress, streams
 from lightning_gradavg.batches.progress import TrainingIterator
 from lightning_gradavg.reduction.reduction import Reduction
-from lightning_gradavg.replicas import part as replicas
 from lightning_gradavg.reproducible.sum import TreeSum
 
 __all__ = ["PARTS", "STEP", "VARIANTS", "main", "milliseconds_of", "print_parts"]
@@ -39,15 +39,14 @@ VARIANTS = ("GradAvg mean", "GradAvg single_device", "GradAvg mean, reproducible
 
 PARTS: Mapping[str, tuple[tuple[Any, str], ...]] = {
     "read the batch": ((TrainingIterator, "__next__"),),
-    "  digest of the batch": ((chunks, "data_digest"),),
+    "  digest of the indices": ((order, "data_digest"),),
     "training_step, with Lightning's and DDP's": ((GradAvgStrategy, "training_step"),),
     "  of it the user's": (),  # the model is not known yet
     "  read loss and weight": ((Reduction, "read"),),
     "random states, read and restored": (
-        (draws, "random_state"),
-        (replicas, "random_state"),
-        (replicas, "seed_generators"),
-        (replicas, "restore_random_state"),
+        *((random_state, name) for name in ("random_state", "seed_generators", "restore_random_state")),
+        *((streams, name) for name in ("random_state", "restore_random_state", "same_random_state")),
+        (progress, "random_state"),
     ),
     "backward": ((Reduction, "backward"),),
     "  add a replica to the tree": ((TreeSum, "add"),),

@@ -11,15 +11,16 @@ __all__ = ["make_quiet_trainer"]
 
 
 def make_quiet_trainer(strategy: Strategy, **options: Any) -> Trainer:
-    """Return a Trainer for one epoch, without logger, checkpoints, progress bar, summary, and a sampler of Lightning's.
+    """Return a Trainer without logger, checkpoints, progress bar, summary, and a sampler of Lightning's.
 
     Args:
         strategy: The strategy.
-        options: Further options of the Trainer, such as `accelerator`, `devices`, `num_nodes` and `callbacks`.
+        options: Further options of the Trainer, such as `accelerator`, `devices`, `num_nodes` and `callbacks`. It
+            trains for one epoch unless they say otherwise.
     """
+    options.setdefault("max_epochs", 1)
     return Trainer(
         strategy=strategy,
-        max_epochs=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

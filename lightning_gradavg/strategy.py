@@ -88,17 +88,17 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     Args:
         reduction: The name of a rule, or a function `(place, weight) -> Share`. See `lightning_gradavg.rules`.
         equivalent_to: The run to reproduce on any number of ranks: `"data_parallel"`, that of `nn.DataParallel` on
-            `num_replicas` devices, or `"single_device"`. It sets `split_batches` and `exact_evaluation`, passes the
-            outputs of all ranks to `training_step_end`, a hook of Lightning 1.x, and keeps buffers equal on all ranks.
-            What it cannot reproduce is an error at the start of `fit`. See docs/equivalence.md.
+            `num_replicas` devices, or `"single_device"`. It sets `split_batches` and `exact_evaluation`, and keeps
+            buffers equal on all ranks. What it cannot reproduce is an error at the start of `fit`. See
+            docs/equivalence.md.
         num_replicas: Chunks of every loader batch, each with its own batch norm statistics and random numbers; by
             default one per rank. A rank computes several one after another. It needs `split_batches`.
-        split_batches: True if the training loader's batches are the global batches: every rank takes its contiguous
-            chunk of each, in the order of one process. Chunks differ by at most one sample, except that replicas are
-            cut as `torch.chunk` cuts. The mean is then over the samples of the global batch. The default follows
-            `equivalent_to`.
-        max_device_batch_size: With `split_batches`, the most samples that a rank computes at once. It computes larger
-            chunks in pieces, within one step of Lightning, with the same result.
+        split_batches: True if the training loader's batches are the global batches: every rank loads and collates its
+            own contiguous chunk of each, in one order on all ranks. Chunks differ by at most one sample, except that
+            replicas are cut as `torch.chunk` cuts. The mean is then over the samples of the global batch. The default
+            follows `equivalent_to`.
+        max_device_batch_size: With `split_batches`, the most samples that a rank moves to the device and computes at
+            once. It computes larger chunks in pieces, within one step of Lightning, with the same result.
         reproducible: True to train to the same bits on any number of ranks that divides `num_replicas`, on any nodes.
             It sets `equivalent_to="data_parallel"`, uses one thread per process and deterministic algorithms, and sums
             the replicas' gradients in a fixed order. See docs/reproducible.md.

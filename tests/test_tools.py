@@ -20,7 +20,7 @@ from mutations.__main__ import ROOT, mutations
 from ranks import RankError, RankPool
 from structure import ROOT as PACKAGE
 
-from benchmarks import growth, host_read, parts, step
+from benchmarks import growth, host_read, loading, parts, step
 from benchmarks.block import WARMUP
 from benchmarks.models import MODELS, Measured
 from benchmarks.world import World
@@ -207,6 +207,34 @@ def test_the_benchmark_of_parts_times_every_part(world):
     rows = {line.split("│")[1].strip(): line.split("│")[-2].strip() for line in table.splitlines() if "│" in line}
     assert ["step", *(row.strip() for row in parts.PARTS)] == list(rows)
     assert [] == [row for row, milliseconds in rows.items() if milliseconds == "-"]
+
+
+def table_of_loading(*arguments: str) -> str:
+    """Body: be a rank of the benchmark of loading, in the process group that is there; return what it prints."""
+    with (
+        mock.patch.object(loading, "joined", return_value=nullcontext(world_of_torchrun())),
+        redirect_stdout(io.StringIO()) as printed,
+    ):
+        loading.main(arguments)
+    return printed.getvalue()
+
+
+def test_the_benchmark_of_loading_counts_the_samples_of_each_rank(world):
+    """By hand, 2 batches of 8 on 2 ranks: 8 samples each.
+
+    In the first batch, all but stock load one twice more, and under a preset rank 0 loads the whole batch.
+    """
+    options = ["--workers", "0", "2", "--batch", "8", "--batches", "2", "--rounds", "1", "--milliseconds", "0.1"]
+    table, nothing = world(2).run(table_of_loading, *options)
+    assert nothing == ""
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if "│" in line]
+    compared, collated = "10 10", "18 10"
+    first = ("8 8", compared, collated, collated, compared, collated)
+    expected = []
+    for workers in ("0", "2"):
+        for name, loaded in zip(loading.STRATEGIES, first, strict=True):
+            expected.append((workers, name, loaded, "8 8"))
+    assert expected == [(row[0], row[1], row[-2], row[-1]) for row in rows]
 
 
 OF_NAMEDTUPLE: set[str] = set()  # `_replace` and the like are documented, in spite of the underscore

@@ -216,7 +216,7 @@ class SplitLoader(LoaderWrapper):
         if self.reading is Reading.SAMPLES:
             loader = stream_copy(loader, self.split, order.place, worker_init_fn=self.worker_init_fn)
         with order.drawing():
-            batches = iter(loader)
+            batches: Iterator[Any] = iter(loader)
         if self.reading is Reading.BATCHES and order.requires_streams:
             return _refusing_threads(batches, type(loader).__name__)
         return batches

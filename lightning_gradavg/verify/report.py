@@ -84,9 +84,8 @@ class Remedy(NamedTuple):
     diff: str  # "" if the advice is no change of code
 
     def for_shards(self) -> Remedy:
-        """Return the remedy with the names of the strategies that shard a model, which call no `training_step_end`."""
-        advice = self.advice.replace(", or training_step_end", "")
-        return Remedy(_with_names_for_shards(advice), _with_names_for_shards(self.diff))
+        """Return the remedy with the names of the strategies that shard a model."""
+        return Remedy(_with_names_for_shards(self.advice), _with_names_for_shards(self.diff))
 
 
 def _with_names_for_shards(text: str) -> str:
