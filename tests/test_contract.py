@@ -215,7 +215,7 @@ def test_the_keys_of_a_checkpoint(world, tmp_path):
     """What a checkpoint holds of the strategy, beside what Lightning's own hold."""
     world(2).run(save_kept, str(tmp_path))
     kept = torch.load(tmp_path / "kept.ckpt", weights_only=True)["lightning_gradavg"]
-    assert {"recipe", "rates", "loaders"} <= set(kept)
+    assert {"recipe", "rates", "data"} == set(kept)
     assert {
         "reduction": "weighted_mean",
         "split_batches": True,
@@ -226,3 +226,8 @@ def test_the_keys_of_a_checkpoint(world, tmp_path):
         "lr_warmup_steps": 0,
     } == kept["recipe"]
     assert {"steps": [2]} == kept["rates"]
+    assert words("seed order own loaders") == list(kept["data"])
+    (loader,) = kept["data"]["loaders"]
+    assert words("passes sources order asked batches digest") == list(loader)
+    # After a complete epoch no pass is in progress.
+    assert (1, None, 0, 0, "") == tuple(loader[key] for key in words("passes order asked batches digest"))
