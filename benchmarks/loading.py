@@ -91,6 +91,7 @@ class Epoch(NamedTuple):
     """One epoch of training on this rank."""
 
     seconds: float  # the first one from the call of `fit` on
+    processor: float  # seconds, user and system, of all threads of this process, without its workers
     loaded: int  # samples, by this rank and its workers
 
 
@@ -101,14 +102,18 @@ class _Epochs(Callback):
         self.epochs: list[Epoch] = []
         self._data = data
         self._began = time.perf_counter()
+        self._processor_before = time.process_time()
         self._loaded_before = 0
 
     def on_train_epoch_end(self, *_: Any) -> None:
         """An epoch ends, and the next one begins."""
         now = time.perf_counter()
+        processor = time.process_time()
         loaded = self._data.loaded.value
-        self.epochs.append(Epoch(now - self._began, loaded - self._loaded_before))
+        epoch = Epoch(now - self._began, processor - self._processor_before, loaded - self._loaded_before)
+        self.epochs.append(epoch)
         self._began = now
+        self._processor_before = processor
         self._loaded_before = loaded
 
 
@@ -141,6 +146,7 @@ class _Round(NamedTuple):
     """One training, over all ranks."""
 
     seconds: list[float]  # of each epoch, on the slowest rank
+    processor: list[float]  # seconds of each epoch, likewise
     loaded: list[list[int]]  # of each epoch, by each rank
 
     @property
@@ -158,12 +164,13 @@ def _measure(arguments: argparse.Namespace, workers: int, world: World) -> dict[
         for name in generator.sample(list(STRATEGIES), len(STRATEGIES)):
             epochs = epochs_of(name, arguments, workers, world)
             seconds = slowest([epoch.seconds for epoch in epochs], world.device)
+            processor = slowest([epoch.processor for epoch in epochs], world.device)
             of_ranks: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(of_ranks, [epoch.loaded for epoch in epochs])
             loaded = [list(of_epoch) for of_epoch in zip(*of_ranks, strict=True)]
             # The first round is dropped.
             if number > 0:
-                rounds[name].append(_Round(seconds, loaded))
+                rounds[name].append(_Round(seconds, processor, loaded))
         if dist.get_rank() == 0:
             sys.stderr.write(f"{workers} workers: round {number} of {arguments.rounds}\n")
     return rounds
@@ -179,7 +186,8 @@ def _table(found: Mapping[int, Mapping[str, Sequence[_Round]]], arguments: argpa
     )
     table.add_column("workers", justify="right")
     table.add_column("variant", no_wrap=True)
-    for column in ("first epoch, s", "a later one, s", f"of {STOCK}", "loaded first, by rank", "later, by rank"):
+    columns = ("first epoch, s", "later, s", "of stock", "CPU ms per batch", "loaded first, by rank", "later, by rank")
+    for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for workers, rounds in found.items():
         stock = [of_round.later for of_round in rounds[STOCK]]
@@ -188,6 +196,7 @@ def _table(found: Mapping[int, Mapping[str, Sequence[_Round]]], arguments: argpa
             seconds = [of_round.later for of_round in rounds[name]]
             later = Spread.of(seconds)
             ratio = Spread.of_ratios(seconds, stock)
+            processor = Spread.of([min(of_round.processor[1:]) for of_round in rounds[name]])
             loaded = rounds[name][-1].loaded  # the same in every round
             table.add_row(
                 str(workers),
@@ -195,6 +204,7 @@ def _table(found: Mapping[int, Mapping[str, Sequence[_Round]]], arguments: argpa
                 f"{first.median:.2f}",
                 f"{later.median:.2f} [{later.low:.2f}, {later.high:.2f}]",
                 f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]",
+                f"{1000 * processor.median / arguments.batches:.1f}",
                 " ".join(map(str, loaded[0])),
                 " ".join(map(str, loaded[-1])),
             )
