@@ -327,14 +327,6 @@ def spread_of_batch(module: Any, batch: Any) -> Tensor:
     return spread(module.net(batch[0]))
 
 
-def outputs_of_batch(module: Any, batch: Any) -> dict[str, Tensor]:
-    return {"outputs": module.net(batch[0])}
-
-
-def mean_loss_of_batch(module: Any, batch: Any) -> dict[str, Tensor]:
-    return {"loss": mean_loss(module, batch)}
-
-
 def mean_within_vmap(module: Any, batch: Any) -> Tensor:
     """Compute the loss of each sample where no function of torch is seen."""
     outputs = module.net(batch[0])
@@ -659,14 +651,6 @@ def average_weights_by_ranks(module: Any, *_: Any) -> None:
 
 def stop_in_one_process(module: Any, *_: Any) -> None:
     module.trainer.should_stop = world_size() == 1
-
-
-def spread_at_step_end(module: Any, outputs: dict[str, Tensor]) -> Tensor:
-    return spread(outputs["outputs"])
-
-
-def mean_at_step_end(module: Any, outputs: dict[str, Tensor]) -> Tensor:
-    return outputs["loss"].mean()
 
 
 def make_communication_hook(change: Callable[[Tensor], Tensor]) -> Callable[..., torch.futures.Future[Tensor]]:

@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
-from lightning_gradavg.verify.run import UserRun, as_list, imported, user_run_of
+from lightning_gradavg.verify.target import UserRun, as_list, imported, user_run_of
 
 __all__ = ["main", "read_config", "read_names"]
 

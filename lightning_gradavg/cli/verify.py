@@ -13,8 +13,10 @@ from typing import Any
 
 from lightning_gradavg.cli import OneLineParser
 from lightning_gradavg.cli.lightning import read_config, read_names
-from lightning_gradavg.verify.report import CAUSES, EXIT_CODES, Report, explanation
-from lightning_gradavg.verify.run import Settings, Target, UserRun, resolve_strategy, verify_target
+from lightning_gradavg.verify.causes import CAUSES, explanation
+from lightning_gradavg.verify.report import EXIT_CODES, Report
+from lightning_gradavg.verify.run import Settings, verify_target
+from lightning_gradavg.verify.target import Target, UserRun, resolve_strategy
 
 __all__ = ["main"]
 

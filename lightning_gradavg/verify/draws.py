@@ -2,13 +2,15 @@
 
 A draw for a whole batch, such as one dropout mask of shape `(8, 64)`, consists of the draws of its samples: a number
 depends on the sample and on its place in what the sample draws, not on the batch, nor on the length to which the sample
-is padded. Draws that belong to no sample are noted: what depends on them cannot be shown.
+is padded. Whether a draw is one of samples is known when it is compared with that of another batch (`are_same_draws`):
+then it has as many positions for each sample, and a tensor of the shape of a weight has not.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -16,23 +18,10 @@ from torch import Tensor
 
 from lightning_gradavg._lightning.internals import TorchDispatchMode, writes_in_place
 from lightning_gradavg._support.tree import leaves, mapped
-from lightning_gradavg.verify.trace import Place
+from lightning_gradavg.verify.lines import running_line
+from lightning_gradavg.verify.records import DrawnNumbers, SampleKey
 
-__all__ = ["ROW_PRODUCT", "SAMPLE_CHOICE", "TOTAL_IN_16_BITS", "TYPES_OF_16_BITS", "Draw", "Draws"]
-
-ROW_PRODUCT = "a product of rows"
-"""In `Draws.step_operators`: a product of the batch's rows with each other, as a contrastive loss has."""
-
-SAMPLE_CHOICE = "a choice of samples"
-"""There, too: the samples were sorted, or the largest of them taken."""
-
-TOTAL_IN_16_BITS = "a total in 16 bits"
-"""There, too: one number, such as a sum or a count, was computed or stored in a 16-bit type."""
-
-_TOTALS = ("aten.sum", "aten.mean", "aten.add", "aten.add_", "aten._to_copy")
-TYPES_OF_16_BITS = (torch.bfloat16, torch.float16)
-
-_CHOICES = ("aten.topk", "aten.sort", "aten.kthvalue")
+__all__ = ["Draws", "are_same_draws"]
 
 _LOW_TYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -40,18 +29,6 @@ _LOW_TYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _GAMMA = -7046029254386353131
 _FIRST_MULTIPLIER = -4658895280553007687
 _SECOND_MULTIPLIER = -7723592293110705685
-
-
-class Draw(NamedTuple):
-    """One draw of a batch."""
-
-    operator: str
-    dim: int  # the dimension of its result along which the samples are; -1 if there is none
-    place: Place | None = None  # where it was drawn
-
-
-def _unknown_place() -> Place | None:
-    return None
 
 
 class _SampleDim(NamedTuple):
@@ -194,50 +171,63 @@ _FORMS: Mapping[str, Callable[..., Tensor | tuple[Tensor, Tensor] | None]] = {
 class Draws(TorchDispatchMode):
     """Lets operators draw for each sample separately, and compute in float64 if `double`.
 
-    The recorder enters it when a batch arrives, and leaves it when the batch ends. It sets `sample_keys` and `trace`
-    before every batch, and `sample_keys` again for every piece of a batch.
+    The recorder enters it when a batch arrives, and leaves it when the batch ends. `seed_step` begins a chain of random
+    states, which is the same in a batch of any size.
 
     Attributes:
-        paused: Whether operators run as they are. Communication hooks run so.
+        is_paused: Whether operators run as they are. Communication hooks run so.
         last_operator: The operator that ran last, for an error of one that has no float64.
-        sample_keys: Keys of the samples of the running batch, in order: micro-batch, rank, and place in the batch.
+        sample_keys: Keys of the samples that are computed, in order; empty where no samples are, as in an optimizer.
         likely_dim: The dimension that is tried first for the samples, 0 or 1: 1 within recurrent layers.
-        shared: Operators that drew for no single sample, in order, each with the place of its first draw.
-        place: Returns where code runs. The recorder sets it.
-        trace: The draws of the running batch.
+        draws: What the samples of the running batch drew.
+        common_draws: What belongs to no sample. The recorder empties it when a step ends.
         collectives: Names of the collective operations that ran.
         scopes: Names of the scopes of `torch.profiler.record_function` that were entered.
-        is_in_step: Whether `training_step` runs.
-        weight_storages: Addresses of the weights, whose products with a batch compare no samples.
-        step_operators: Names of the operators that ran in it, and what they did beside: `ROW_PRODUCT`, `SAMPLE_CHOICE`,
-            `TOTAL_IN_16_BITS`.
     """
 
     def __init__(self, *, double: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.double = double
-        self.paused = False
+        self.is_paused = False
         self.last_operator = ""
-        self.sample_keys: Sequence[tuple[int, ...]] = [(0, 0, 0)]
+        self.sample_keys: Sequence[SampleKey] = [(0, 0, 0)]
         self.likely_dim = 0
-        self.shared: dict[str, Place | None] = {}
-        self.place: Callable[[], Place | None] = _unknown_place
-        self.trace: list[Draw] = []
+        self.draws: list[DrawnNumbers] = []
+        self.common_draws: list[DrawnNumbers] = []
         self.collectives: set[str] = set()
         self.scopes: set[str] = set()
-        self.is_in_step = False
         self._gathers_shards = False  # whether the next collective is that of `fully_shard`
-        self.weight_storages: set[int] = set()
-        self.step_operators: set[str] = set()
+        # Digests of the states that the chain has gone through. Any other state is one that the user's code has set.
+        self._states_of_chain: set[str] = set()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run operators as they are within."""
+        was_paused = self.is_paused
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = was_paused
+
+    def seed_step(self, seed: int) -> None:
+        """Begin a chain of random states."""
+        torch.default_generator.manual_seed(seed)
+        self._states_of_chain.add(_digest_of(torch.get_rng_state()))
+
+    def note_common_draw(self, operator: str) -> None:
+        """Note that something drew which the mode does not see."""
+        self.common_draws.append(DrawnNumbers(operator, (), -1, ""))
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator."""
         kwargs = {} if kwargs is None else dict(kwargs)
-        if self.paused:
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if self.is_paused:
+            if draws:
+                self._note_draw_within_hook(func)
             return func(*args, **kwargs)
         self.last_operator = str(func)
-        if self.is_in_step:
-            self._note_operator(func, args)
         if func.namespace == "c10d":
             self._note_collective(func.name().removeprefix("c10d::").strip("_"))
         elif func.namespace == "fsdp":
@@ -249,17 +239,15 @@ class Draws(TorchDispatchMode):
                     self.scopes.add(argument)
         elif self.double:
             args, kwargs = _widened(func, args, kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if draws:
             return self._draw(func, args, kwargs)
-        result = func(*args, **kwargs)
-        if self.is_in_step and isinstance(result, Tensor) and result.dtype in TYPES_OF_16_BITS:
-            self._note_result(func, result)
-        return result
+        return func(*args, **kwargs)
 
-    def _note_result(self, func: Any, result: Tensor) -> None:
-        """Note a 16-bit result of an operator of `training_step`."""
-        if result.numel() == 1 and str(func.overloadpacket) in _TOTALS:
-            self.step_operators.add(TOTAL_IN_16_BITS)
+    def _note_draw_within_hook(self, func: Any) -> None:
+        """Note a draw of a communication hook from the generator that all of a process share, if nobody seeded it."""
+        digest = _digest_of(torch.get_rng_state())
+        if digest in self._states_of_chain:
+            self.common_draws.append(DrawnNumbers(str(func.overloadpacket), (), -1, "", running_line()))
 
     def _note_collective(self, name: str) -> None:
         """Note a collective operation, unless `fully_shard` gathers weights by it, and not the user outputs."""
@@ -267,57 +255,52 @@ class Draws(TorchDispatchMode):
             self.collectives.add(name)
         self._gathers_shards = False
 
-    def _note_operator(self, func: Any, args: Sequence[Any]) -> None:
-        """Note an operator of `training_step`, which says what a loss may do with several samples."""
-        name = str(func.overloadpacket)
-        self.step_operators.add(name)
-        samples = len(self.sample_keys)
-        if name in _CHOICES and args[0].ndim == 1 and samples > 1 and len(args[0]) % samples == 0:
-            self.step_operators.add(SAMPLE_CHOICE)
-        if name == "aten.mm":
-            rows = args[0].shape[0]
-            is_square = rows > 1 and rows % samples == 0 and args[1].shape[1] == rows
-            # A linear layer without bias has such a product, too, if it has as many outputs as the batch has rows.
-            is_layer = args[1].untyped_storage().data_ptr() in self.weight_storages
-            if is_square and not is_layer:
-                self.step_operators.add(ROW_PRODUCT)
-
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator that may draw, and return its result with each sample's own numbers.
 
         | the operator | returned | noted |
         |---|---|---|
-        | draws from a generator that the user made | its own result | in `shared` |
+        | draws from a generator that the user made | its own result | in `common_draws`, with the generator's state |
         | left the generators alone, as attention without dropout | its own result | nowhere |
-        | has no form, or a result without a dimension of samples | its own result | in `shared` and `trace` |
-        | any other | each sample's own numbers | in `trace` |
+        | has no form, or a result without a dimension of samples | its own result | in `common_draws` |
+        | any other | each sample's own numbers | in `draws` |
         """
         name = str(func.overloadpacket)
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, torch.Generator):
+                seed = _digest_of(argument.get_state())
+                result = func(*args, **kwargs)
+                self.common_draws.append(DrawnNumbers(name, _shape_of(result), -1, seed, running_line()))
+                return result
         states_before = _generator_states(args, kwargs)
         result = func(*args, **kwargs)
-        if any(isinstance(argument, torch.Generator) for argument in (*args, *kwargs.values())):
-            self.shared.setdefault(f"{name}, with a generator of its own", self.place())
-            return result
         if _are_equal(states_before, _generator_states(args, kwargs)):
             return result
 
+        # Draws form a chain by the CPU's generator. It is left in a state that does not depend on how many numbers the
+        # operator drew, so the next draw is the same in a batch of any size.
+        chain = _digest_of(states_before[0])
+        is_users = chain not in self._states_of_chain
         tensor = result
         if isinstance(result, tuple):  # dropout returns its mask, too
             tensor = result[0]
         samples = self._sample_dim(tensor.shape)
-        self.trace.append(Draw(name, samples.dim, self.place()))
-        # Draws form a chain by the CPU's generator. It is left in a state that does not depend on how many numbers the
-        # operator drew, so the next draw is the same in a batch of any size.
-        chain = hashlib.blake2b(states_before[0].numpy().tobytes(), digest_size=8).hexdigest()
         drawn = None
         if samples.dim >= 0 and name in _FORMS:
             seeds = [_number_of(chain, key) for key in self.sample_keys]
             uniform = _uniform_numbers(tensor.shape, samples, seeds, tensor.device)
             drawn = _FORMS[name](uniform, *args)
-        torch.default_generator.manual_seed(_number_of(chain, "next"))
-        if drawn is None:
-            self.shared.setdefault(name, self.place())
+        if drawn is None and is_users:
+            # All ranks and one process draw the same if the user's seed is the same.
+            self.common_draws.append(DrawnNumbers(name, tuple(tensor.shape), -1, chain, running_line()))
             return result
+        torch.default_generator.manual_seed(_number_of(chain, "next"))
+        if not is_users:
+            self._states_of_chain.add(_digest_of(torch.get_rng_state()))
+        if drawn is None:
+            self.common_draws.append(DrawnNumbers(name, tuple(tensor.shape), -1, "", running_line()))
+            return result
+        self.draws.append(DrawnNumbers(name, tuple(tensor.shape), samples.dim, "", running_line()))
         if isinstance(drawn, tuple):
             return drawn
         if writes_in_place(func):
@@ -325,10 +308,11 @@ class Draws(TorchDispatchMode):
         return drawn.to(tensor.dtype)
 
     def _sample_dim(self, shape: torch.Size) -> _SampleDim:
-        """Return where the samples are in a tensor.
+        """Return where the samples may be in a tensor.
 
         | the tensor | samples |
         |---|---|
+        | is computed where no samples are | nowhere |
         | has as many positions along `likely_dim` as there are samples | along this dimension |
         | has as many along the other of the dimensions 0 and 1 | along the other |
         | has a multiple of that along dimension 0, as a loss of tokens | along dimension 0, several positions each |
@@ -337,6 +321,8 @@ class Draws(TorchDispatchMode):
         Outside of recurrent layers, the columns of a matrix are no samples.
         """
         number, ndim = len(self.sample_keys), len(shape)
+        if number == 0:
+            return _SampleDim(-1, 1)
         if self.likely_dim == 1:
             dims: tuple[int, ...] = (1, 0)
         elif ndim > 2:  # noqa: PLR2004  # more than a matrix
@@ -349,6 +335,30 @@ class Draws(TorchDispatchMode):
         if ndim > 0 and shape[0] > 0 and shape[0] % number == 0:
             return _SampleDim(0, shape[0] // number)
         return _SampleDim(-1, 1)
+
+
+def are_same_draws(
+    draws: Sequence[DrawnNumbers], samples: int, others: Sequence[DrawnNumbers], samples_of_others: int
+) -> bool:
+    """Return whether two batches drew in the same way: as often, and for as many samples as they have."""
+    if len(draws) != len(others):
+        return False
+    for draw, other in zip(draws, others, strict=True):
+        if (draw.operator, draw.dim, len(draw.shape)) != (other.operator, other.dim, len(other.shape)):
+            return False
+        if draw.shape[draw.dim] * samples_of_others != other.shape[draw.dim] * samples:
+            return False
+    return True
+
+
+def _digest_of(state: Tensor) -> str:
+    return hashlib.blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def _shape_of(result: Any) -> tuple[int, ...]:
+    if isinstance(result, tuple):
+        result = result[0]
+    return tuple(result.shape)
 
 
 def _generator_states(args: Sequence[object], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -367,21 +377,24 @@ def _are_equal(states: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(torch.equal(state, other) for state, other in zip(states, others, strict=True))
 
 
-def _widened(func: object, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments of an operator with float64 in place of lower types, where types are stated or mixed.
+def _widened(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of an operator with float64 in place of lower types.
 
     | the operator | changed |
     |---|---|
     | is given a lower type as `dtype=`, as in `x.float()` or `torch.zeros(2, dtype=torch.float32)` | that type |
-    | has tensors of float64 and of lower types | the tensors of lower types |
-    | any other, as one of lower types alone | nothing |
+    | writes to a tensor of a lower type | its other tensors, if any is float64 |
+    | returns a view of a tensor of a lower type, to which may be written | nothing |
+    | has tensors of lower types | these tensors |
     """
     if kwargs.get("dtype") in _LOW_TYPES:
         kwargs["dtype"] = torch.float64
     types = {leaf.dtype for _, leaf in leaves(args) if isinstance(leaf, Tensor)}
-    if torch.float64 not in types or types.isdisjoint(_LOW_TYPES):
+    if types.isdisjoint(_LOW_TYPES) or func.is_view:
         return args, kwargs
     if writes_in_place(func):  # the first argument is what is written to, and cannot be another tensor
+        if torch.float64 not in types:
+            return args, kwargs
         return (args[0], *mapped(args[1:], _as_float64)), kwargs
     return mapped(args, _as_float64), kwargs
 

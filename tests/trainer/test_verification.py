@@ -19,7 +19,7 @@ from toys import Toy
 
 from lightning_gradavg import verify
 from lightning_gradavg.cli import main
-from lightning_gradavg.verify.run import Call, in_processes
+from lightning_gradavg.verify.processes import ProcessCall, in_processes
 
 HERE, ROWS = Path(__file__), list(torch.arange(1.0, 25.0) / 24)
 
@@ -116,8 +116,8 @@ def test_the_first_process_that_fails_is_named():
     """Tensors travel by file: as arguments of a process each would take a file descriptor, of which there are few."""
     tensors = [torch.full((2,), float(index)) for index in range(600)]
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 failed: ZeroDivisionError"):
-        in_processes([Call(len, (tensors,)), Call(divmod, (1, 0))])
+        in_processes([ProcessCall(len, (tensors,)), ProcessCall(divmod, (1, 0))])
     with pytest.raises(
         RuntimeError, match=r"rank 0 of 1 failed: exit code -9: see standard error, and call verify under"
     ):
-        in_processes([Call(signal.raise_signal, (signal.SIGKILL,))])
+        in_processes([ProcessCall(signal.raise_signal, (signal.SIGKILL,))])
