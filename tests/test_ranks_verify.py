@@ -38,6 +38,7 @@ from verified_runs import (
     Step,
     Texts,
     add_noise_to_gradients,
+    add_seeded_noise_to_gradients,
     average_weights,
     average_weights_by_ranks,
     call_and_write,
@@ -67,6 +68,7 @@ from verified_runs import (
     drop_word_by_word,
     global_means,
     hundredth_of_ranks,
+    infinite,
     load_augmented,
     load_backwards,
     load_batches_without_collating,
@@ -91,6 +93,7 @@ from verified_runs import (
     make_dropout,
     make_frozen,
     make_generator_and_critic,
+    make_langevin,
     make_layers,
     make_layers_by_rank,
     make_layers_in_list,
@@ -100,13 +103,16 @@ from verified_runs import (
     make_layers_with_tiny_gradient,
     make_lbfgs,
     make_manual_step,
+    make_noisy_layers,
     make_normalizing_generator_and_critic,
     make_one_cycle,
     make_penalized_step,
     make_plain_loader,
+    make_sampler_by_halves,
     make_sampler_in_other_orders,
     make_sampler_in_turn,
     make_scaled_step,
+    make_seeded_langevin,
     make_sgd,
     make_sgd_by_rank,
     make_sgd_of_unregistered,
@@ -136,7 +142,6 @@ from verified_runs import (
     ours,
     read_length_of_loader,
     read_moved,
-    read_moved_without_end,
     read_norms_of_gradients,
     scale_by_calls,
     shard,
@@ -156,6 +161,7 @@ from verified_runs import (
     sum_loss,
     sum_of_two_means,
     train_generator_and_critic,
+    weigh_by_class,
     weigh_by_position,
     weighted_mean_over_tokens,
     with_hook,
@@ -222,8 +228,8 @@ class Run:
     factor: float | None = None
     # Parts of the report, in their order.
     says: Sequence[str] = ()
-    # The verdict, the cause, a part of the remarks and a part of the line. `RUNS` fills these in from the row's table and
-    # name, and from LINES.
+    # The verdict, the cause, a part of the remarks and a part of the line. `RUNS` fills these in from the row's table
+    # and name, and from LINES.
     verdict: str = "equal"
     cause: str = ""
     remark: str = ""
@@ -365,7 +371,26 @@ EQUAL = {
     "a stream, every W-th for each": Run(loader=make_stream_loader("every W-th"), strategy=WEIGHTED_MEAN, steps=4),
     "a stream, uneven parts for each": Run(loader=make_stream_loader("uneven parts"), strategy=WEIGHTED_MEAN, steps=4),
     "a data set cut by hand": Run(loader=load_cut_by_hand),
+    "ranks that read backwards": Run(
+        loader=load_backwards, says=["would read others by itself", "would read none of the 8 samples of step 0"]
+    ),
+    "a sampler that gives rank 0 the first half": Run(
+        loader=make_plain_loader(make_sampler=make_sampler_by_halves), says=["would read 4 of the 8 samples of step 0"]
+    ),
+    "samples that are others on each number of ranks": Run(
+        loader=load_other_samples_by_ranks, says=["would read none of the 8 samples of step 0"]
+    ),
+    "a stream whose samples rank 1 moves": Run(
+        loader=make_stream_loader("every W-th", read_moved), says=["would read 4 of the 8 samples of step 0"]
+    ),
     "a sampler of your own": Run(loader=make_plain_loader(make_sampler=make_sampler_in_turn)),
+    # Random numbers that all ranks draw behind one seed, of the shape of weights.
+    "seeded noise of gradients": Run(hooks={"on_before_optimizer_step": add_seeded_noise_to_gradients}),
+    "Langevin steps by a generator with a seed": Run(optimizer=make_seeded_langevin),
+    # Types.
+    "a weight of float32 numbers": Run(
+        step=make_weighted_step(mean_loss_of_weighted_classes, weigh_by_class), loader=UNEVEN, strategy=WEIGHTED_MEAN
+    ),
     # Forwards of other kinds.
     **{f"contrastive, gathered by {way}": make_sampled_run(step=make_contrastive_step(way)) for way in GATHERS},
     "compiled, dropout": make_sampled_run(make_dropout, make_step(call_compiled)),
@@ -443,7 +468,6 @@ DIFFERENT = {
         says=["DIFFERENT from one process with batch 8. Your loader's batch is 4, so one process takes twice as many"],
     ),
     "unread samples: sharded by hand and by the sampler": make_sampled_run(loader=load_sharded_by_hand),
-    "data order: ranks that read backwards": Run(loader=load_backwards),
     # Layers and losses that a split of the batch changes.
     "batch norm: case 42": Run(lambda: nn.BatchNorm1d(1), mean_product, load_case_42, steps=1),
     "batch norm: windows": Run(make_batch_norm, loader=THREE_BATCHES, strategy=GradAvgStrategy, window=3, steps=1),
@@ -466,14 +490,12 @@ DIFFERENT = {
         optimizer=make_adams,
     ),
     "non-decomposable loss: two means of different numbers": Run(step=sum_of_two_means),
-    "non-decomposable loss: a variance": Run(
-        step=spread_of_batch
-    ),
-    "non-decomposable loss: the hardest samples": Run(
-        step=mean_of_hardest
-    ),
+    "non-decomposable loss: a variance": Run(step=spread_of_batch),
+    "non-decomposable loss: the hardest samples": Run(step=mean_of_hardest),
     "non-decomposable loss: a clamped mean": Run(step=clamped_mean),
-    "non-decomposable loss: contrastive": Run(step=contrast_on_rank, says=["lightning_gradavg.gather", "return compare(rows, gather(rows))"]),
+    "non-decomposable loss: contrastive": Run(
+        step=contrast_on_rank, says=["lightning_gradavg.gather", "return compare(rows, gather(rows))"]
+    ),
     **{f"detached gather: {way}": make_sampled_run(step=make_contrastive_step(way)) for way in DETACHED},
     # Means and sums.
     "weighed global mean": Run(step=global_means, loader=UNEVEN, strategy=WEIGHTED_MEAN),
@@ -485,7 +507,7 @@ DIFFERENT = {
             "From step 0 on, in the reduced gradient of `net.",
             "`, 0.5 x that of one process: the loss is a sum over samples",
             "the gradient is 0.5 x that of one process: the loss is a sum over samples",
-            "net.",
+            "parameter `net.",
             " on one process",
             "Do: ",
             '+trainer = Trainer(strategy=GradAvgStrategy(..., reduction="sum"), ...)',
@@ -565,6 +587,11 @@ DIFFERENT = {
     ),
     "gradient hooks: every rank clips its norm": Run(strategy=with_hook(make_communication_hook(clip_norm))),
     "16-bit wire: float16": Run(strategy=with_hook(fp16_compress_hook)),
+    "multiple: of a loss that compares samples": make_sampled_run(
+        step=make_scaled_step(world_size, make_contrastive_step("lightning_gradavg")),
+        factor=2.0,
+        says=["`, 2 x that of one process: the gradient is a multiple"],
+    ),
     "multiple: times the ranks in manual optimization": Run(
         step=make_manual_step(make_scaled_step(hundredth_of_ranks)),
         is_manual=True,
@@ -717,12 +744,12 @@ WEIGHTS = "def training_step(self, batch: Any, batch_idx: int) -> Any:"
 IN_COMMUNICATION_HOOK = "def hook(state: Any, bucket: dist.GradBucket)"
 
 LINES = {
-    "counts: class weights": WEIGHTS,
     "counts: weights of replicas": WEIGHTS,
     "double division: a communication hook": IN_COMMUNICATION_HOOK,
     "gradient hooks: every rank clips its norm": IN_COMMUNICATION_HOOK,
     "multiple: times 1.004": IN_COMMUNICATION_HOOK,
     "multiple: a hook after the backward": "parameter.grad.mul_(world_size())",
+    "unexplained: shards that are clipped by a norm of their own": "shard.mul_(0.01 / norm)",
     "multiple: a tiny gradient times the ranks": "1e-9 * world_size() * gradient",
     "unsynchronised replicas: a weight": "module.net[2].weight.data[0, 0] += 1e-3",
     "weights beside the gradient: an average": "0.1 * world_size())",
@@ -766,15 +793,17 @@ NOT_SHOWN = {
     "one draw for a whole batch (aten.randn_like)": Run(
         hooks={"on_before_optimizer_step": add_noise_to_gradients}, says=["parameter.grad.add_(torch.randn_like("]
     ),
+    "one draw for a whole batch (aten.normal_)": Run(optimizer=make_langevin),
+    "a batch of another size draws other random numbers (aten.randn_like)": Run(make_noisy_layers),
     "collate_fn draws random numbers": make_sampled_run(loader=make_plain_loader(collate_fn=collate_in_random_order)),
     "a batch of another size draws other random numbers (aten.bernoulli_)": make_sampled_run(
-        make_words, drop_word_by_word, load_texts, says=["rows = torch.stack([dropout(row, 0.1) for row in"]
+        make_words, drop_word_by_word, load_texts, says=["; drawn in ", "dropout(row"]
     ),
-    "transformed at random": Run(loader=load_other_samples_by_ranks),
     # Schedulers.
     "ReduceLROnPlateau on 'validation_loss' was skipped": Run(optimizer=make_sgd_on_validation_plateau),
     # Steps.
     "verify with --single, in float32": Run(step=make_step(call_quantized)),
+    "no reduced gradient of the compared steps is finite": Run(step=make_scaled_step(infinite)),
     "one process takes fewer steps than the run": Run(hooks={"on_train_batch_end": stop_in_one_process}),
     "one process takes other optimizer steps in a batch than the run": Run(step=step_once_per_rank, is_manual=True),
     "keeps state for every micro-batch": Run(
@@ -782,19 +811,10 @@ NOT_SHOWN = {
     ),
     "their positions in the batch": Run(step=weigh_by_position),
     "the user's own sum": Run(step=make_manual_step(every=2), loader=THREE_BATCHES, steps=1, is_manual=True),
-    "2 micro-batches of 4 samples, whose means DDPStrategy adds up and divides by 4": Run(
-        loader=THREE_BATCHES, window=2, steps=1
-    ),
     # Loaders.
     "use one DataLoader": make_sampled_run(step=mean_loss_of_first_loader, loader=load_two),
     "no collate_fn makes the loader's batches": Run(loader=load_batches_without_collating),
     "a sample cannot be copied": make_sampled_run(loader=load_samples_with_function),
-    "16 of the 32 samples of an epoch are none of the 32 of one process": Run(
-        loader=make_stream_loader("halves", read_moved)
-    ),
-    "4 of the 8 samples of the step are none of those of one process": Run(
-        loader=make_stream_loader("every W-th", read_moved_without_end)
-    ),
     "by a sampler of your own, the ranks leave out": Run(
         loader=make_plain_loader(make_sampler=make_sampler_in_other_orders)
     ),
@@ -817,6 +837,7 @@ RUNS = fill_in_expectations()
 
 # One rank's micro-batch has no samples that count, or its random numbers are its own, which is meant.
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
     pytest.mark.filterwarnings("ignore:random numbers drawn in:UserWarning"),
     pytest.mark.filterwarnings("ignore:Found 5 module.s. in eval mode:UserWarning"),
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),

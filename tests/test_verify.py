@@ -26,24 +26,23 @@ from toys import MLP
 from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy, verify
 from lightning_gradavg.cli import main
 from lightning_gradavg.cli.lightning import read_names
+from lightning_gradavg.verify.causes import CAUSES, explanation
 from lightning_gradavg.verify.draws import Draws
-from lightning_gradavg.verify.explain import judge
-from lightning_gradavg.verify.places import first_other_value
-from lightning_gradavg.verify.record import Facts, Record, Snapshot, Step, join_shards, sketch
-from lightning_gradavg.verify.report import CAUSES, Difference, Finding, Report, explanation
-from lightning_gradavg.verify.rows import Samples, are_near, layouts_of, numbers_of
-from lightning_gradavg.verify.run import (
+from lightning_gradavg.verify.judge import judge
+from lightning_gradavg.verify.lines import _LIBRARIES
+from lightning_gradavg.verify.processes import reported_error
+from lightning_gradavg.verify.records import Record, RecordedStep, RunFacts, StageTensors, join_shards
+from lightning_gradavg.verify.report import Baseline, Finding, Report
+from lightning_gradavg.verify.run import require_memory
+from lightning_gradavg.verify.sketches import Difference, compare_tensors, sketch
+from lightning_gradavg.verify.target import (
     Target,
-    _as_reported,
     imported,
     quiet_options,
-    require_memory,
     resolve_strategy,
     shard_over,
     user_run_of,
 )
-from lightning_gradavg.verify.trace import _LIBRARIES, Call, CodeLine, Followed, Match, Piece, Place
-from lightning_gradavg.verify.twin import compare_tensors
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -53,8 +52,8 @@ def keys_of(*sizes):
 
 
 def drawn(function, keys):
-    torch.manual_seed(3)
     mode = Draws(double=False)
+    mode.seed_step(3)
     mode.sample_keys = keys
     with mode:
         return function(len(keys)), mode
@@ -87,7 +86,7 @@ def test_a_sample_draws_the_same_in_any_batch(name):
     parts = [drawn(DRAWING[name], keys[:3])[0], drawn(DRAWING[name], keys[3:])[0]]
     whole, mode = drawn(DRAWING[name], keys)
     assert torch.equal(torch.cat(parts), whole)
-    assert not mode.shared
+    assert not mode.common_draws
     assert len(whole.unique()) == (2 if name in MASKS else whole.numel())
     found, own = drawn(DRAWING[name], keys_of(4000))[0].flatten(), DRAWING[name](4000).flatten()
     shares = [torch.searchsorted(one.sort().values, own, right=True) / len(one) for one in (found, own)]
@@ -110,23 +109,43 @@ def attended(size):
         (lambda _: torch.rand(()), ["aten.rand"]),
         (lambda _: torch.randn(7), ["aten.randn"]),
         (torch.randperm, ["aten.randperm"]),
-        (lambda size: torch.rand(size, generator=torch.Generator()), ["aten.rand, with a generator of its own"]),
+        (lambda size: torch.rand(size, generator=torch.Generator()), ["aten.rand"]),
         (attended, []),
     ],
 )
 def test_a_draw_of_no_sample_is_noted(draw, names):
     """What could draw and does not is no draw."""
     mode = drawn(draw, keys_of(4))[1]
-    assert names == list(mode.shared)
-    assert names or not mode.trace
+    assert names == [common.operator for common in mode.common_draws]
+    assert not mode.draws
+
+
+def test_a_draw_behind_a_seed_of_the_user_is_known_by_the_seed():
+    """Where no samples are, all who set the same seed draw the same; without a seed, the draw is by chance."""
+
+    def draw(seed):
+        if seed is not None:
+            torch.manual_seed(seed)
+        return torch.rand(8, 2)
+
+    seeds = []
+    for seed in (1, 1, 2, None):
+        _, mode = drawn(lambda _, seed=seed: draw(seed), [])
+        seeds += [common.seed for common in mode.common_draws]
+    first, same, other, chance = seeds
+    assert first == same != other
+    assert "" == chance
 
 
 def test_hard_coded_types_become_float64():
     """Conversions, new tensors and mixed types are float64, and integers stay what they are."""
     x = torch.ones(2, dtype=torch.float64)
     with Draws(double=True):
-        found = [x.float(), x.to(torch.bfloat16), torch.zeros(2, dtype=torch.float32), torch.ones(2) @ x, x.long()]
-    assert [*[torch.float64] * 4, torch.int64] == [each.dtype for each in found]
+        plain = torch.ones(2)
+        found = [x.float(), x.to(torch.bfloat16), torch.zeros(2, dtype=torch.float32), plain @ x, plain.sum(), x.long()]
+        plain[:1] += 1
+    assert [*[torch.float64] * 5, torch.int64] == [each.dtype for each in found]
+    assert [2.0, 1.0] == plain.tolist(), "what is written to stays where it is"
 
 
 @pytest.mark.parametrize("size", [7, 4096, 100_003])
@@ -137,74 +156,6 @@ def test_a_sketch_is_linear_and_sees_every_element(size):
     changed[size // 2] = torch.nextafter(changed[size // 2], torch.tensor(9.0))
     assert not torch.equal(sketch(first), sketch(changed))
     assert sketch(first).numel() == min(size, 4096)
-
-
-@pytest.mark.parametrize("size", [1, 7, 512, 100_003])
-def test_the_numbers_of_a_tensor_are_linear_and_see_every_element(size):
-    first, other = torch.randn(2, size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    numbers = torch.tensor([numbers_of(first), numbers_of(other), numbers_of(first + 2 * other)], dtype=torch.float64)
-    assert torch.allclose((numbers[0] + 2 * numbers[1])[:-1], numbers[2, :-1], atol=1e-12)
-    assert are_near(numbers_of(-3 * first), numbers_of(first), 1e-12, -3.0)
-    changed = first.clone()
-    changed[size // 2] += 1e-3
-    assert not are_near(numbers_of(changed), numbers_of(first), 1e-9)
-    assert numbers_of(first)[-1] == float(first.abs().max())
-
-
-def tokens_of(samples, length=4):
-    """Return a row for each token of each sample: its number, and its place in the sample."""
-    return torch.stack([samples[:, None].expand(-1, length), torch.arange(length).expand(len(samples), -1)], -1)
-
-
-ROWS = {
-    "a row for each sample": lambda samples, length: samples[:, None] + torch.arange(3),
-    "tokens of each sample": lambda samples, length: tokens_of(samples).flatten(0, 1),
-    "time steps before samples": lambda samples, length: tokens_of(samples).transpose(0, 1),
-    "time steps before samples, flat": lambda samples, length: tokens_of(samples).transpose(0, 1).flatten(0, 1),
-    "padded at the end": tokens_of,
-    "padded at the end, flat": lambda samples, length: tokens_of(samples, length).flatten(0, 1),
-    "padded at the begin": lambda samples, length: tokens_of(samples, length).flip(1),
-    "products of rows with each other": lambda samples, length: torch.outer(samples, samples),
-}
-"""What a step may compute: `(numbers of samples, length of the longest) -> rows`."""
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_the_rows_of_a_rank_are_found_in_those_of_the_whole_batch(name):
-    """Of 6 samples a rank has those from the third to the fifth, which are shorter than the longest."""
-    whole = ROWS[name](torch.arange(6.0) + 1, 7)
-    alone = ROWS[name](torch.arange(2.0, 5.0) + 1, 4)
-    layouts = layouts_of(tuple(alone.shape), tuple(whole.shape), Samples(2, 3, 6))
-    found = [layout(whole) for layout in (*layouts.likely, *layouts.possible)]
-    assert any(torch.equal(rows, alone) for rows in found)
-    assert all(rows.shape == alone.shape for rows in found)
-    assert (name == "padded at the end, flat") == (not layouts.likely)
-
-
-def test_weights_have_no_rows_of_samples():
-    """Their shape does not depend on the batch."""
-    assert layouts_of((6, 8), (6, 8), Samples(2, 3, 6)) == ([], [])
-
-
-def followed_call(position, *, is_blind=False):
-    """Return a piece of five calls, of which the loss depends on all, and the call at a position differs."""
-    piece = Piece(0, 2, loss=4)
-    for index in range(5):
-        inputs = tuple(range(index))[-1:]
-        place = Place(f"net.{index}", "Linear", CodeLine(__file__, 1 + index))
-        piece.calls.append(Call("linear", place, inputs, (), is_blind, (2, 3), (1.0, 1.0)))
-    followed = Followed(piece, 0)
-    for index in range(5):
-        followed.matches[index] = Match(index, has_samples=True, is_same=index != position)
-    return followed
-
-
-def test_the_first_call_that_differs_on_any_rank_is_named():
-    found = first_other_value("in", [followed_call(3), followed_call(1), followed_call(2)])
-    first_lines = Path(__file__).read_text("utf-8").splitlines()[:2]
-    assert ("net.1", f"test_verify.py:2: {first_lines[1]}") == (found.module, found.line.rpartition("/")[2])
-    assert first_other_value("in", [followed_call(7)]) is None
-    assert first_other_value("in", [followed_call(1, is_blind=True)]) is None
 
 
 @pytest.mark.parametrize(
@@ -233,25 +184,29 @@ def test_tensors_are_measured_against_themselves(found, expected, differs):
         assert numbers == pytest.approx([seen.relative, seen.found, seen.expected], nan_ok=True)
 
 
-def shards_of_rank(*snapshots):
+def shards_of_rank(*stages):
     """Return the record of a rank that took one step in a sharded run."""
-    return Record(facts=Facts(sharded=True), steps=[Step(0, [], list(snapshots), {})])
+    return Record(facts=RunFacts(sharded=True), steps=[RecordedStep(0, [], list(stages), {})])
 
 
 def test_shards_add_up_to_the_whole():
     """What is no shard stays that of its rank, and a rank without a tensor, as without a gradient, adds nothing."""
-    first = Snapshot("weights", {"shard": torch.tensor([1.0, 0.0]), "own": torch.tensor([5.0])}, frozenset({"shard"}))
-    last = Snapshot("weights", {"shard": torch.tensor([0.0, 2.0]), "own": torch.tensor([7.0])}, frozenset({"shard"}))
-    records = [shards_of_rank(first), shards_of_rank(Snapshot("weights", {})), shards_of_rank(last)]
+    first = StageTensors(
+        "weights", {"shard": torch.tensor([1.0, 0.0]), "own": torch.tensor([5.0])}, frozenset({"shard"})
+    )
+    last = StageTensors(
+        "weights", {"shard": torch.tensor([0.0, 2.0]), "own": torch.tensor([7.0])}, frozenset({"shard"})
+    )
+    records = [shards_of_rank(first), shards_of_rank(StageTensors("weights", {})), shards_of_rank(last)]
     join_shards(records)
-    joined = [record.steps[0].snapshots[0].tensors for record in records]
+    joined = [record.steps[0].stages[0].tensors for record in records]
     assert [[1.0, 2.0]] * 3 == [tensors["shard"].tolist() for tensors in joined]
     assert [5.0, 7.0] == [joined[0]["own"].item(), joined[2]["own"].item()]
 
 
 def test_shards_of_other_steps_are_not_joined():
-    weights = Snapshot("weights", {})
-    records = [shards_of_rank(Snapshot("reduced gradient", {}), weights), shards_of_rank(weights)]
+    weights = StageTensors("weights", {})
+    records = [shards_of_rank(StageTensors("reduced gradient", {}), weights), shards_of_rank(weights)]
     expected = "the ranks take different optimizer steps, so their shards make no whole tensors"
     assert [expected] == judge(records, lambda: None, 1e-8).remarks
 
@@ -267,21 +222,26 @@ NOTE, DEFECT = Finding("data order", "samples", "x", note=True), Finding("sum lo
 @pytest.mark.parametrize(
     ("shown", "verdict", "head", "statuses"),
     [
-        (report(), "equal", "EQUAL: every step matches one process.", ["equal"] * 8),
-        (report(NOTE), "equal", "EQUAL: ", ["equal", "note", *["equal"] * 6]),
-        (report(steps=0), "not shown", "NOT SHOWN: ", ["not compared"] * 8),
-        (report(remarks=["assumed"]), "not shown", "NOT SHOWN: ", ["equal"] * 8),
+        (report(), "equal", "EQUAL to one process.", ["equal"] * 8),
+        (report(NOTE), "equal", "EQUAL to one process.", ["equal", "note", *["equal"] * 6]),
+        (report(steps=0), "not shown", "NOT SHOWN to equal one process.", ["not compared"] * 8),
+        (report(remarks=["assumed"]), "not shown", "NOT SHOWN to equal one process.", ["equal"] * 8),
         (
             report(NOTE, DEFECT),
             "different",
-            "DIFFERENT, from step 0 on, in the reduced gradient: the loss is a sum",
+            "DIFFERENT from one process.",
             ["equal", "note", "differs", *["not compared"] * 4, "equal"],
         ),
-        (report(replace(DEFECT, step=1)), "different", "", ["equal", "equal", "differs", *["equal"] * 5]),
+        (
+            report(replace(DEFECT, step=1)),
+            "different",
+            "DIFFERENT from one process.",
+            ["equal", "equal", "differs", *["equal"] * 5],
+        ),
         (
             report(NOTE, DEFECT).without(["sum loss"]),
             "equal",
-            "EQUAL, but for what you accept, and as far as that: every step matches",
+            "EQUAL to one process.",
             ["equal", "note", "note", *["not compared"] * 4, "equal"],
         ),
     ],
@@ -296,6 +256,30 @@ def test_a_report_has_a_verdict_and_says_what_was_compared(shown, verdict, head,
     read = json.loads(json.dumps(shown.as_dict(), allow_nan=False))  # which has no infinity
     gone = {"name": "w", "relative": None, "found": None, "expected": 1.0, "factor": 2.0}
     assert all(one["difference"] in (None, gone) for one in read["findings"])
+
+
+@pytest.mark.parametrize(
+    ("baseline", "said"),
+    [
+        (Baseline(), "one process."),
+        (Baseline(8), "one process with batch 8."),
+        (Baseline(8, 8), "one process with batch 8."),
+        (
+            Baseline(12, 6),
+            "one process with batch 12. Your loader's batch is 6, so one process takes twice as many steps: see which",
+        ),
+        (Baseline(24, 2, 3), "is 2, and 3 of them are accumulated, so one process takes 4 times as many steps"),
+        (Baseline(11, 4), "is 4, so one process takes another number of steps"),
+    ],
+)
+def test_the_first_line_names_the_run_on_one_process(baseline, said):
+    for shown in (report(), report(DEFECT), report(remarks=["assumed"])):
+        assert said in str(replace(shown, baseline=baseline)).splitlines()[0]
+
+
+def test_a_difference_is_named_with_its_stage_its_parameter_and_its_factor():
+    _, line, *_ = str(report(DEFECT)).splitlines()
+    assert line.startswith("From step 0 on, in the reduced gradient of `w`, 2 x that of one process: the loss is a sum")
 
 
 @pytest.mark.parametrize("name", CAUSES)
@@ -371,7 +355,7 @@ def test_the_first_line_says_which_strategy_is_assumed(monkeypatch, capsys, tmp_
     assert printed["stock"].startswith("This verifies the strategy ddp: --strategy is not given")
     assert printed["ours"].startswith("This verifies the strategy ddp")
     assert "verify it with --strategy" in printed["ours"].splitlines()[0]
-    assert printed["told"].startswith("DIFFERENT")
+    assert printed["told"].startswith("DIFFERENT from one process")
     assert ["+trainer" in text for text in printed.values()] == [True, False, True]
 
 
@@ -444,7 +428,7 @@ def test_a_module_that_trains_on_import_is_refused_at_once(call, tmp_path):
     lines = ["from lightning.pytorch import Trainer", "from lightning_gradavg import verify", call]
     (tmp_path / "unguarded.py").write_text("\n".join(lines))
     sys.modules.pop("unguarded", None)
-    with pytest.raises(ValueError, match=r"unguarded.py:Net' .* it trains when it is imported.*__main__"):
+    with pytest.raises(ValueError, match=r"unguarded.py:Net' .* it (trains|verifies) when it is imported.*__main__"):
         imported(f"{tmp_path / 'unguarded.py'}:Net")
 
 
@@ -463,10 +447,10 @@ def test_a_failure_shows_the_line_of_the_user(monkeypatch, library, in_site_pack
         folders = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
         others = tuple(folder for folder in _LIBRARIES if folder not in folders)
         # By its name: the package shows the function `verify` instead of the module.
-        monkeypatch.setattr(importlib.import_module("lightning_gradavg.verify.trace"), "_LIBRARIES", others)
+        monkeypatch.setattr(importlib.import_module("lightning_gradavg.verify.lines"), "_LIBRARIES", others)
     with pytest.raises(Exception) as raised:  # noqa: PT011  # every library raises another type
         FAILS_IN[library]()
-    reported = str(_as_reported(raised.value, "rank 1 of 2"))
+    reported = str(reported_error(raised.value, "rank 1 of 2"))
     assert reported.startswith(f"rank 1 of 2 failed: {type(raised.value).__name__}: ")
     *_, place, line = reported.splitlines()
     assert place.startswith(f"  {__file__}, line ")

@@ -5,10 +5,10 @@ A row is built on every rank of a run, and again in the one process that judges 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import cycle
 from types import MethodType
 from typing import Any
 
@@ -169,6 +169,17 @@ class FrozenEncoder(Texts):
         return self.out(pad(rows, (0, 0, 0, batch.shape[1] - rows.shape[1])))
 
 
+class NoisyLinear(nn.Linear):
+    """Moves its weight, whose first dimension is a multiple of the batch, by noise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight + 0.1 * torch.randn_like(self.weight), self.bias)
+
+
+def make_noisy_layers() -> nn.Module:
+    return nn.Sequential(NoisyLinear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
 class RecurrentNorm(nn.Module):
     """A batch norm over time steps, which come before the samples, as torch's recurrent layers have them."""
 
@@ -215,7 +226,8 @@ mean_loss = make_step()
 sum_loss = make_step(reduction="sum")
 # The mean over the samples of other classes, as over tokens that are not padding.
 mean_loss_without_class_0 = make_step(ignore_index=0)
-mean_loss_of_weighted_classes = make_step(weight=torch.tensor([1.0, 5.0, 2.0]))
+CLASS_WEIGHTS = torch.tensor([1.0, 0.1, 0.3])
+mean_loss_of_weighted_classes = make_step(weight=CLASS_WEIGHTS)
 
 
 def call_compiled(net: nn.Module, x: Tensor) -> Tensor:
@@ -267,6 +279,10 @@ def one_over_ranks() -> float:
     return 1 / world_size()
 
 
+def infinite() -> float:
+    return math.inf
+
+
 def hundredth_of_ranks() -> float:
     return 0.01 * world_size()
 
@@ -279,6 +295,11 @@ def scale_by_calls(module: Any, batch: Any) -> Any:
 
 def make_weighted_step(step: Step, weight: Callable[[Any], Tensor]) -> Step:
     return lambda module, batch: {"loss": step(module, batch), "weight": weight(batch).sum()}
+
+
+def weigh_by_class(batch: Any) -> Tensor:
+    """Return the weights of a class-weighted mean, which a plain float32 tensor has."""
+    return CLASS_WEIGHTS[batch[1]]
 
 
 def count_without_class_0(batch: Any) -> Tensor:
@@ -318,13 +339,9 @@ def global_means(module: Any, batch: Any) -> Tensor:
     return mean + mean_of_counted
 
 
-def spread(outputs: Tensor) -> Tensor:
-    """Return a loss that depends on all samples of a batch together."""
-    return outputs.var(dim=0, correction=0).sum()
-
-
 def spread_of_batch(module: Any, batch: Any) -> Tensor:
-    return spread(module.net(batch[0]))
+    """Return a loss that depends on all samples of a batch together."""
+    return module.net(batch[0]).var(dim=0, correction=0).sum()
 
 
 def mean_within_vmap(module: Any, batch: Any) -> Tensor:
@@ -556,6 +573,30 @@ def make_lbfgs(module: Any) -> Any:
     return torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=3)
 
 
+class Langevin(torch.optim.SGD):
+    """SGD that adds noise to the weights behind each step."""
+
+    generator: torch.Generator | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                noise = torch.empty_like(parameter).normal_(generator=self.generator)
+                parameter.add_(0.01 * noise)
+        return loss
+
+
+def make_langevin(module: Any) -> Any:
+    return Langevin(module.parameters(), lr=0.1)
+
+
+def make_seeded_langevin(module: Any) -> Any:
+    optimizer = make_langevin(module)
+    optimizer.generator = torch.Generator().manual_seed(3)
+    return optimizer
+
+
 def make_adams(module: Any) -> Any:
     """Return an optimizer for each child of the net."""
     return [torch.optim.Adam(child.parameters(), 0.01) for child in module.net.children()]
@@ -605,6 +646,11 @@ def multiply_gradients_by_ranks(module: Any) -> None:
 def add_noise_to_gradients(module: Any, optimizer: Any) -> None:
     for parameter in module.parameters():
         parameter.grad.add_(torch.randn_like(parameter))
+
+
+def add_seeded_noise_to_gradients(module: Any, optimizer: Any) -> None:
+    torch.manual_seed(module.global_step)
+    add_noise_to_gradients(module, optimizer)
 
 
 def clip_norm_of_shards(module: Any, optimizer: Any) -> None:
@@ -779,6 +825,11 @@ def make_sampler_in_turn() -> list[int]:
     return in_turn([*range(32)])
 
 
+def make_sampler_by_halves() -> list[int]:
+    """Return a user's sampler that gives rank 0 the first half of the indices."""
+    return [*range(32)][PARTS["halves"](rank(), world_size())]
+
+
 def make_sampler_in_other_orders() -> list[int]:
     """Return a user's sampler that deals indices in an order of its own on each rank, so some are left out."""
     generator = torch.Generator().manual_seed(rank())
@@ -821,10 +872,6 @@ def make_stream_loader(part: str, read: Callable[[Any], Iterator[Any]] = iter) -
 def read_moved(rows: Iterable[Any]) -> Iterator[Any]:
     """Yield other rows on every rank but the first."""
     return ((x + rank(), y) for x, y in rows)
-
-
-def read_moved_without_end(rows: Iterable[Any]) -> Iterator[Any]:
-    return read_moved(cycle(rows))
 
 
 def load_sharded_by_hand() -> DataLoader[Any]:

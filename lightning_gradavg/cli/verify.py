@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from lightning_gradavg.cli import OneLineParser
 from lightning_gradavg.cli.lightning import read_config, read_names
 from lightning_gradavg.verify.causes import CAUSES, explanation
-from lightning_gradavg.verify.report import EXIT_CODES, Report
+from lightning_gradavg.verify.report import EXIT_CODES
 from lightning_gradavg.verify.run import Settings, verify_target
 from lightning_gradavg.verify.target import Target, UserRun, resolve_strategy
 
@@ -112,17 +111,6 @@ def _names_a_gradavg_strategy(module: str) -> bool:
     return file.suffix == ".py" and file.is_file() and "GradAvgStrategy" in file.read_text("utf-8")
 
 
-def _without_strategy_diffs(report: Report) -> Report:
-    """Return a report without the changes that add a strategy, for a script that has one."""
-    findings = []
-    for finding in report.findings:
-        if "GradAvgStrategy" in finding.diff:
-            findings.append(replace(finding, diff=""))
-        else:
-            findings.append(finding)
-    return replace(report, findings=findings)
-
-
 def _target(args: argparse.Namespace, further: Sequence[str]) -> Target:
     """Return what is to be verified, or raise a ValueError about arguments that are wrong or contradict each other."""
     module = args.model or args.module
@@ -171,7 +159,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         first_line = "This verifies the strategy ddp: --strategy is not given, and verify does not read your Trainer."
         if _names_a_gradavg_strategy(args.model or args.module):
             first_line += " The script names a GradAvgStrategy: verify it with --strategy."
-            report = _without_strategy_diffs(report)
     if args.json:
         print(json.dumps(report.as_dict(), indent=2))
         return EXIT_CODES[report.verdict]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gradavg.verify.draws import are_same_draws
+from lightning_gradavg.verify.draws import first_other_draw
 from lightning_gradavg.verify.lines import CodeLine
 from lightning_gradavg.verify.records import DrawnNumbers, Record, RecordedStep, Refused
 from lightning_gradavg.verify.sketches import Difference, Tensors, compare_tensors, size_of
@@ -155,11 +155,9 @@ def sample_draws_problem(records: Sequence[Record], alone: Record, step: int) ->
             if not rank_batch.counts:
                 continue
             samples = rank_batch.sizes_of_pieces[-1]
-            if are_same_draws(rank_batch.draws, samples, expected.draws, expected.size):
-                continue
-            draws = [*rank_batch.draws, *expected.draws]
-            names = ", ".join(dict.fromkeys(draw.operator for draw in draws))
-            return f"a batch of another size draws other random numbers ({names}){_at(draws[-1].place)}"
+            draw = first_other_draw(rank_batch.draws, samples, expected.draws, expected.size)
+            if draw is not None:
+                return f"a batch of another size draws other random numbers ({draw.operator}){_at(draw.place)}"
     return ""
 
 

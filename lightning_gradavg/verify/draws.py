@@ -2,8 +2,8 @@
 
 A draw for a whole batch, such as one dropout mask of shape `(8, 64)`, consists of the draws of its samples: a number
 depends on the sample and on its place in what the sample draws, not on the batch, nor on the length to which the sample
-is padded. Whether a draw is one of samples is known when it is compared with that of another batch (`are_same_draws`):
-then it has as many positions for each sample, and a tensor of the shape of a weight has not.
+is padded. Whether a draw is one of samples is known when it is compared with that of another batch: then it has as many
+positions for each sample, and a tensor of the shape of a weight has not (`first_other_draw`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from lightning_gradavg._support.tree import leaves, mapped
 from lightning_gradavg.verify.lines import running_line
 from lightning_gradavg.verify.records import DrawnNumbers, SampleKey
 
-__all__ = ["Draws", "are_same_draws"]
+__all__ = ["Draws", "first_other_draw"]
 
 _LOW_TYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -181,7 +182,6 @@ class Draws(TorchDispatchMode):
         likely_dim: The dimension that is tried first for the samples, 0 or 1: 1 within recurrent layers.
         draws: What the samples of the running batch drew.
         common_draws: What belongs to no sample. The recorder empties it when a step ends.
-        collectives: Names of the collective operations that ran.
         scopes: Names of the scopes of `torch.profiler.record_function` that were entered.
     """
 
@@ -194,9 +194,7 @@ class Draws(TorchDispatchMode):
         self.likely_dim = 0
         self.draws: list[DrawnNumbers] = []
         self.common_draws: list[DrawnNumbers] = []
-        self.collectives: set[str] = set()
         self.scopes: set[str] = set()
-        self._gathers_shards = False  # whether the next collective is that of `fully_shard`
         # Digests of the states that the chain has gone through. Any other state is one that the user's code has set.
         self._states_of_chain: set[str] = set()
 
@@ -228,11 +226,8 @@ class Draws(TorchDispatchMode):
                 self._note_draw_within_hook(func)
             return func(*args, **kwargs)
         self.last_operator = str(func)
-        if func.namespace == "c10d":
-            self._note_collective(func.name().removeprefix("c10d::").strip("_"))
-        elif func.namespace == "fsdp":
-            # `fully_shard` copies shards by this operator, and gathers them by the next collective.
-            self._gathers_shards = str(func.overloadpacket) == "fsdp.all_gather_copy_in"
+        if func.namespace in ("c10d", "fsdp"):
+            pass  # they take tensors of one type
         elif func.namespace == "profiler":
             for argument in args:
                 if isinstance(argument, str):
@@ -248,12 +243,6 @@ class Draws(TorchDispatchMode):
         digest = _digest_of(torch.get_rng_state())
         if digest in self._states_of_chain:
             self.common_draws.append(DrawnNumbers(str(func.overloadpacket), (), -1, "", running_line()))
-
-    def _note_collective(self, name: str) -> None:
-        """Note a collective operation, unless `fully_shard` gathers weights by it, and not the user outputs."""
-        if not self._gathers_shards:
-            self.collectives.add(name)
-        self._gathers_shards = False
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator that may draw, and return its result with each sample's own numbers.
@@ -337,18 +326,18 @@ class Draws(TorchDispatchMode):
         return _SampleDim(-1, 1)
 
 
-def are_same_draws(
+def first_other_draw(
     draws: Sequence[DrawnNumbers], samples: int, others: Sequence[DrawnNumbers], samples_of_others: int
-) -> bool:
-    """Return whether two batches drew in the same way: as often, and for as many samples as they have."""
-    if len(draws) != len(others):
-        return False
-    for draw, other in zip(draws, others, strict=True):
+) -> DrawnNumbers | None:
+    """Return the first draw of a batch that another batch does not draw for as many samples as it has; None if none."""
+    for draw, other in zip_longest(draws, others):
+        if draw is None or other is None:
+            return draw or other
         if (draw.operator, draw.dim, len(draw.shape)) != (other.operator, other.dim, len(other.shape)):
-            return False
+            return draw
         if draw.shape[draw.dim] * samples_of_others != other.shape[draw.dim] * samples:
-            return False
-    return True
+            return draw
+    return None
 
 
 def _digest_of(state: Tensor) -> str:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from lightning_gradavg.verify.comparison import Seen
-from lightning_gradavg.verify.records import Refused
 from lightning_gradavg.verify.sketches import Tensors, flat, gap_between, multiple_of
 from lightning_gradavg.verify.twin import Twin
 
@@ -31,6 +30,7 @@ class Evidence:
         twin: Trains one process up to the step, once for each micro-batch alone, and once for all.
         seen: The difference.
         tolerance: The largest relative difference that counts as equal.
+        normalizes: Whether batch norm takes the statistics of a batch, and not constants.
 
     Attributes:
         near: The largest relative difference up to which a combination of gradients is another gradient.
@@ -41,23 +41,20 @@ class Evidence:
         parts: `P`, a row for each micro-batch.
         losses: The losses of one process for each of them.
         whole: `F`.
-        loss: The loss of one process for all of them.
         reduced: `G`.
         like: Sketches that have the names and the order of the vectors.
     """
 
-    def __init__(self, twin: Twin, seen: Seen, tolerance: float) -> None:
-        self._twin, self._step = twin, seen.step
+    def __init__(self, twin: Twin, seen: Seen, tolerance: float, *, normalizes: bool = True) -> None:
+        self._twin, self._seen, self._tolerance = twin, seen, tolerance
         self.facts = twin.records[0].facts
         self.near = 100 * tolerance
         self.world_size = len(twin.records)
-        self.factor = seen.difference.factor
         self.group = twin.group_of_step(seen.step)
         self.batches = [taken.rank_batch for taken in self.group]
-        of_parts = [twin.train_step([taken], seen.step) for taken in self.group]
-        of_whole = twin.train_step(self.group, seen.step)
+        of_parts = [twin.train_step([taken], seen.step, normalizes=normalizes) for taken in self.group]
+        of_whole = twin.train_step(self.group, seen.step, normalizes=normalizes)
         self.losses = [result.loss for result in of_parts]
-        self.loss = of_whole.loss
         # A part may have no gradient of a parameter, as of an embedding that its samples do not use.
         self.like: Tensors = {}
         for tensors in (*(result.gradient for result in of_parts), of_whole.gradient, seen.found):
@@ -67,6 +64,7 @@ class Evidence:
         self.parts = torch.stack([flat(result.gradient, self.like) for result in of_parts])
         self.whole = flat(of_whole.gradient, self.like)
         self.reduced = flat(seen.found, self.like)
+        self.factor = multiple_of(self.reduced, self.whole, self.near)
 
     @property
     def multiple(self) -> str:
@@ -120,12 +118,9 @@ class Evidence:
     @cached_property
     def right(self) -> Mapping[str, Tensor]:
         """The combinations of the parts that are the whole: by name, or "terms" with shares of their own."""
-        return self._combinations_of(self.whole)
-
-    def _combinations_of(self, whole: Tensor) -> Mapping[str, Tensor]:
         right: dict[str, Tensor] = {}
         number = len(self.batches)
-        factors = self.factors(whole)
+        factors = self.factors(self.whole)
         for name, factor in factors.items():
             if self.is_close(factor, 1):
                 right[name] = self.shares[name]
@@ -133,7 +128,7 @@ class Evidence:
             right["sum"] = self.shares["mean"] * number
         if right:
             return right
-        shares = self.solved_shares(whole)
+        shares = self.solved_shares(self.whole)
         # A loss that is a mean over terms has shares of its numbers of terms, which are not negative and add up to 1.
         if shares is not None and float(shares.min()) > -self.near and self.is_close(float(shares.sum()), 1):
             right["terms"] = shares
@@ -142,25 +137,13 @@ class Evidence:
     @property
     def depends_on_order(self) -> bool:
         """Whether one process computes another gradient of the same samples in another order."""
-        reversed_order = self._twin.train_step(self.group[::-1], self._step).gradient
+        reversed_order = self._twin.train_step(self.group[::-1], self._seen.step).gradient
         return not gap_between(flat(reversed_order, self.like), self.whole) <= self.near
 
     @property
     def is_of_batch_norm(self) -> bool:
-        """Whether batch norm is what compares samples: without that, a batch is a combination of its parts."""
-        try:
-            whole = self._twin.train_step(self.group, self._step, normalizes_parts=True).gradient
-        except Refused:  # batch norm has other rows than those of samples
-            return False
-        return len(self._combinations_of(flat(whole, self.like))) > 0
-
-    @property
-    def has_constant_term(self) -> bool:
-        """Whether parts have a term that depends on no sample: then a batch taken twice misses it once, too."""
-        surplus_of_parts = (self.parts.sum(0) - self.whole) / (len(self.parts) - 1)
-        twice = self._twin.train_step([*self.group, *self.group], self._step).gradient
-        surplus_of_twice = 2 * self.whole - flat(twice, self.like)
-        return gap_between(surplus_of_twice, surplus_of_parts) <= 10 * self.near
+        """Whether batch norm is all that compares samples: with constants for its statistics, nothing does."""
+        return len(Evidence(self._twin, self._seen, self._tolerance, normalizes=False).right) > 0
 
     @cached_property
     def loss_ratios(self) -> Tensor:
@@ -174,12 +157,6 @@ class Evidence:
         ratios = self.loss_ratios
         known_ratios = ratios[ratios.isfinite()]  # a loss of 0, or of a micro-batch without terms, has no ratio
         return bool(((known_ratios - 1).abs() > self.near).any())
-
-    @property
-    def has_loss_of_one_process(self) -> bool:
-        """Whether the mean of the ranks' losses is the loss of one process."""
-        losses = [rank_batch.loss for rank_batch in self.batches]
-        return math.isclose(sum(losses) / len(losses), self.loss, rel_tol=self.near)
 
     def is_close(self, factor: float, expected: float) -> bool:
         """Return whether a factor is another, but for rounding."""

@@ -74,51 +74,24 @@ def _of_compared_samples(evidence: Evidence, records: Sequence[Record]) -> Expla
         )
     if evidence.factor is not None:
         return Explanation("multiple", multiple)
+    detail = f"{multiple}, and that of a batch is no combination of those of its parts"
     batch_norms = records[0].batch_norms
-    has_batch_norm = len(batch_norms) > 0 and not facts.replicated  # replicas share their statistics over all ranks
-    if has_batch_norm and evidence.is_of_batch_norm:
+    if batch_norms and not facts.replicated:  # replicas share their statistics over all ranks
         where = f"each rank normalizes by its own samples, first in `{batch_norms[0]}`"
-        return Explanation("batch norm", multiple, where)
-    if evidence.has_constant_term:
-        return Explanation(
-            "constant term",
-            "the losses of two parts of a batch add up to its loss and one more term, which depends on no sample",
-        )
-    # A gather without gradient leaves the loss as it is. A loss that lacks the other ranks' samples is another one.
-    gathers = gathers_of(records)
-    if gathers and evidence.has_loss_of_one_process:
-        return Explanation(
-            "detached gather",
-            "the ranks' losses are those of one process, but the gradient is not: what"
-            f" {', '.join(sorted(gathers))} brought from other ranks carries no gradient",
-        )
-    detail = (
-        f"{multiple}, and that of a batch is not a combination of those of its parts: the loss looks at all samples"
-    )
+        if evidence.is_of_batch_norm:
+            return Explanation("batch norm", detail, where)
+        detail += f", also without batch norm: {where}"
     return Explanation("non-decomposable loss", detail)
-
-
-def gathers_of(records: Sequence[Record]) -> set[str]:
-    """Return the names of the collective operations that gathered something."""
-    gathers: set[str] = set()
-    for record in records:
-        gathers.update(name for name in record.collectives if "gather" in name)
-    return gathers
 
 
 def _of_losses(evidence: Evidence) -> Explanation:
     """Return why the ranks' losses are not those of one process."""
-    ratios, ranks = evidence.loss_ratios, evidence.world_size
+    ratios = evidence.loss_ratios
     detail = f"{evidence.multiple}; the ranks' losses are {_listed(ratios)} x those of the same samples on one process"
-    made = ratios / len(ratios) @ evidence.parts
-    is_made = gap_between(made, evidence.reduced) <= evidence.near
-    if torch.allclose(ratios * ranks, torch.ones_like(ratios), rtol=1e-4, atol=0.0):
+    if evidence.factor is not None and evidence.is_close(evidence.factor, 1 / evidence.world_size):
         return Explanation("double division", detail)
-    if gap_between(evidence.whole, made) <= evidence.near:
+    if gap_between(ratios / len(ratios) @ evidence.parts, evidence.whole) <= evidence.near:
         return Explanation("hand-compensated loss", f'{detail}; with it `reduction="mean"` is right')
-    if is_made and gap_between(evidence.whole, ranks * made) <= evidence.near:
-        again = f"they are divided by the terms of all ranks, and their average divides by the {ranks} ranks again"
-        return Explanation("global normaliser", f"{detail}: {again}")
     if torch.allclose(ratios, ratios[0], rtol=evidence.near, atol=0.0):
         return Explanation("hand-compensated loss", detail)
     return Explanation("unexplained", detail)

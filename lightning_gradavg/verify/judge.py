@@ -20,7 +20,6 @@ from lightning_gradavg.verify.comparison import (
 )
 from lightning_gradavg.verify.evidence import Evidence
 from lightning_gradavg.verify.gradients import Explanation, explain_gradient, written_gradient
-from lightning_gradavg.verify.lines import CodeLine
 from lightning_gradavg.verify.reading import compare_readings
 from lightning_gradavg.verify.records import Record, Refused, join_shards
 from lightning_gradavg.verify.report import STAGES, Baseline, Finding, Report, value_in_words
@@ -41,7 +40,6 @@ _CAUSES_OF_STAGES = {
 
 _OF_WINDOWS = (
     "non-decomposable loss",
-    "detached gather",
     "batch norm",
     "unexplained",
     "weights beside the gradient",
@@ -145,7 +143,7 @@ class _Judge:
             world_size=len(self._records),
             steps=steps,
             tolerance=self._tolerance,
-            findings=[self._with_remedy(finding) for finding in sorted(findings, key=_is_note)],
+            findings=[self._with_advice(finding) for finding in sorted(findings, key=_is_note)],
             remarks=list(dict.fromkeys(remarks)),  # each once
             precision="float64" if self._twin.double else "float32",
             baseline=self._baseline(alone),
@@ -167,27 +165,14 @@ class _Judge:
         batch = sum(rank_batch.rank_batch.size for rank_batch in taken)
         return Baseline(batch, alone.reading.batch_size, self._facts.accumulation)
 
-    def _with_remedy(self, finding: Finding) -> Finding:
-        """Return a finding with what to do about it in this run."""
+    def _with_advice(self, finding: Finding) -> Finding:
+        """Return a finding with what to do about it."""
         if finding.advice or finding.note:
             return finding
-        used_options = []
-        if self._facts.splits_batches:
-            used_options.append("split_batches")
-            if self._facts.rule.name == "mean":
-                # "mean" takes samples or weights then, as `rule_of_split_batches` says: another rule changes nothing.
-                used_options.append('reduction="weighted_mean"')
-        if self._facts.replicated:
-            used_options.append("equivalent_to")
-        if self._facts.is_gradavg:
-            used_options.append("GradAvgStrategy")
+        cause = CAUSES[finding.cause]
         if self._facts.sharded:
-            # As of options that are set already, nothing advises them: sharded models have none of these.
-            used_options += ["split_batches", "equivalent_to"]
-        remedy = CAUSES[finding.cause].remedy(self._facts.strategy, self._facts.rule.name, used_options)
-        if self._facts.sharded:
-            remedy = remedy.for_shards()
-        return replace(finding, advice=remedy.advice, diff=remedy.diff)
+            cause = cause.for_shards()
+        return replace(finding, advice=cause.advice, diff=cause.code)
 
     def _remarks_on_schedulers(self) -> list[str]:
         """Return what is not known of schedulers that follow a value, and did not step."""
@@ -224,7 +209,7 @@ class _Judge:
                 cause = "learning-rate scale"
             explanation = Explanation(cause, f"`{name}` is the first to differ")
         else:
-            explanation = self._of_tensor(_CAUSES_OF_STAGES[seen.stage], self._records[0], seen)
+            explanation = self._of_tensor(_CAUSES_OF_STAGES[seen.stage], seen)
         if seen.stage == "buffers" and self._facts.replicas is not None:
             raise Refused(
                 f"the buffer {name!r} is that of replica 0, of whose samples alone one process has only the running"
@@ -242,16 +227,20 @@ class _Judge:
             where=explanation.where,
         )
 
-    def _of_tensor(self, cause: str, record: Record, seen: Seen) -> Explanation:
+    def _of_tensor(self, cause: str, seen: Seen) -> Explanation:
         """Return the explanation of a weight, a buffer or a clipped gradient, with the line that wrote it last."""
         name = seen.difference.name
-        line: CodeLine | str | None = record.steps[seen.step].writes.get(name)
-        if seen.stage == "clipped gradient":
-            line = written_gradient(seen, record)
         detail = f"`{name}` is the first to differ"
+        line = ""
+        for record in self._records:
+            written = record.steps[seen.step].writes.get(name)
+            if seen.stage == "clipped gradient":
+                line = line or written_gradient(seen, record)
+            elif written is not None:
+                line = line or str(written)
         if not line or seen.stage == "initial weights":
             return Explanation(cause, detail)
-        return Explanation(cause, detail, f"`{name}` was last written, but for optimizers, in", str(line))
+        return Explanation(cause, detail, f"`{name}` was last written, but for optimizers, in", line)
 
     def _of_gradient(self, seen: Seen) -> Explanation:
         """Return why a reduced gradient differs."""
@@ -316,7 +305,7 @@ class _Judge:
         elif self._facts.sharded and seen.stage == "reduced gradient":
             detail += ". fully_shard does not know it, so nothing averages its gradient"
             advice = "call fully_shard on the root module, too, or on one that has this parameter"
-        explanation = self._of_tensor(cause, record, seen)
+        explanation = self._of_tensor(cause, seen)
         return Finding(
             cause, seen.stage, detail, seen.step, advice=advice, line=explanation.line, where=explanation.where
         )

@@ -131,7 +131,7 @@ class Recorder(Callback):
         self.mode = Draws(double=double)
         self._writes = Writes()
         self._buckets: list[Bucket] = []
-        self.record = Record(collectives=self.mode.collectives, scopes=self.mode.scopes)
+        self.record = Record(scopes=self.mode.scopes)
         self._plateaus: list[Any] = []  # Lightning's `LRSchedulerConfig` of each
         self._first_epochs: list[int] = []  # of the schedulers of `_plateaus`
         # Of the step that is not ended yet.

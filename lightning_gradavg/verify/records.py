@@ -217,7 +217,6 @@ class Record:
         rank: The rank of the process.
         facts: How its run was set up.
         steps: The optimizer steps.
-        collectives: Names of the collective operations that ran.
         scopes: Names of the profiler scopes that were entered.
         plateaus: Schedulers that follow a value.
         reading: What one pass over the loader reads.
@@ -234,7 +233,6 @@ class Record:
     rank: int = 0
     facts: RunFacts = field(default_factory=RunFacts)
     steps: list[RecordedStep] = field(default_factory=list)
-    collectives: set[str] = field(default_factory=set)
     scopes: set[str] = field(default_factory=set)
     plateaus: list[Plateau] = field(default_factory=list)
     reading: EpochReading = field(default_factory=EpochReading)

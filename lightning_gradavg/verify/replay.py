@@ -21,7 +21,16 @@ from lightning_gradavg.verify.loading import read_epoch
 from lightning_gradavg.verify.recorder import Recorder, loss_and_weight
 from lightning_gradavg.verify.records import RankBatch, Refused, ReplicaSamples, RunFacts
 
-__all__ = ["Group", "OneProcess", "Replay", "ReplayLoader", "TakenBatch", "batch_norm_of_parts", "world_of_one"]
+__all__ = [
+    "Group",
+    "OneProcess",
+    "Replay",
+    "ReplayLoader",
+    "TakenBatch",
+    "batch_norm_of_constants",
+    "batch_norm_of_replicas",
+    "world_of_one",
+]
 
 
 class TakenBatch(NamedTuple):
@@ -100,7 +109,7 @@ def world_of_one() -> Iterator[None]:
 
 
 @contextmanager
-def batch_norm_of_parts(recorder: Recorder) -> Iterator[None]:
+def batch_norm_of_replicas(recorder: Recorder) -> Iterator[None]:
     """Have batch norm normalize the samples of each replica by themselves, as `nn.DataParallel` does.
 
     Everything else is computed of the whole batch, also its loss. So what a replica's loss counts for is not taken from
@@ -137,6 +146,27 @@ def batch_norm_of_parts(recorder: Recorder) -> Iterator[None]:
             output = stock_batch_norm(rows, mean_of_replica, variance_of_replica, weight, bias, training, momentum, eps)
             outputs.append(output)
         return torch.cat(outputs)
+
+    with mock.patch.object(nn.functional, "batch_norm", batch_norm):
+        yield
+
+
+@contextmanager
+def batch_norm_of_constants() -> Iterator[None]:
+    """Have batch norm take a mean of 0 and a variance of 1, so that it compares no samples."""
+    stock_batch_norm = nn.functional.batch_norm
+
+    def batch_norm(
+        input: Tensor,  # noqa: A002  # torch's names
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        *options: object,
+        **named_options: object,
+    ) -> Tensor:
+        channels = input.shape[1]
+        return stock_batch_norm(input, input.new_zeros(channels), input.new_ones(channels), weight, bias)
 
     with mock.patch.object(nn.functional, "batch_norm", batch_norm):
         yield

@@ -385,6 +385,8 @@ class Report:
         if self.rounding is not None:
             how = "EQUAL within what rounding explains to"
         lines = [f"{how} {self.baseline}"]
+        if any(finding.cause == "data order" for finding in self.findings):
+            lines.append("It takes the samples that the ranks read, and would read others by itself.")
         # Only a cause that the user accepts ends the comparison without making the run different.
         if "not compared" in self.stages.values():
             lines.append("This is but for what you accept, and as far as that.")

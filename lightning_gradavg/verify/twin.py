@@ -27,7 +27,8 @@ from lightning_gradavg.verify.replay import (
     Replay,
     ReplayLoader,
     TakenBatch,
-    batch_norm_of_parts,
+    batch_norm_of_constants,
+    batch_norm_of_replicas,
     world_of_one,
 )
 from lightning_gradavg.verify.rounding import Perturbation, plugin_of
@@ -124,14 +125,14 @@ class Twin:
             steps.append([list(group) for _, group in by_window_index])
         return self._train(steps)
 
-    def train_step(self, group: Group, step: int, *, normalizes_parts: bool = False) -> StepResult:
+    def train_step(self, group: Group, step: int, *, normalizes: bool = True) -> StepResult:
         """Return what a step on these micro-batches alone computes, after the steps before it.
 
-        With `normalizes_parts`, batch norm takes the statistics of each micro-batch by themselves.
+        Unless it `normalizes`, batch norm takes constants for the statistics of a batch.
         """
         steps = [*self._whole_steps()[:step], [group]]
         gc.collect()  # the module of the run before, which its Trainer and it hold in a circle
-        record = self._train(steps, normalizes_parts=normalizes_parts)
+        record = self._train(steps, normalizes=normalizes)
         if record.problem:
             raise Refused(record.problem)
         for stage in record.steps[step].stages:
@@ -148,7 +149,7 @@ class Twin:
         *,
         reads: bool = False,
         perturbation: Perturbation | None = None,
-        normalizes_parts: bool = False,
+        normalizes: bool = True,
     ) -> Record:
         """Train on groups, which are the micro-batches of each step."""
         facts = self.records[0].facts
@@ -171,8 +172,10 @@ class Twin:
             stack.enter_context(world_of_one())
             if facts.sharded:
                 stack.enter_context(on_mesh_of_one(module, self.device))
-            if facts.replicas is not None or normalizes_parts:
-                stack.enter_context(batch_norm_of_parts(recorder))
+            if not normalizes:
+                stack.enter_context(batch_norm_of_constants())
+            elif facts.replicas is not None:
+                stack.enter_context(batch_norm_of_replicas(recorder))
             stack.enter_context(recorder.watching(module))
             trainer.fit(module, **data)
         record = recorder.record
