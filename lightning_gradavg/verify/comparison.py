@@ -9,17 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gradavg.verify.draws import first_other_draw
-from lightning_gradavg.verify.lines import CodeLine
-from lightning_gradavg.verify.records import DrawnNumbers, Record, RecordedStep, Refused
+from lightning_gradavg.verify.draws import of_no_sample
+from lightning_gradavg.verify.records import Record, RecordedStep, Refused
 from lightning_gradavg.verify.sketches import Difference, Tensors, compare_tensors, size_of
 
 __all__ = [
     "Seen",
-    "common_draws_problem",
     "compare_records",
+    "draws_problem",
     "logged_by_all",
-    "sample_draws_problem",
     "stages_without_numbers",
 ]
 
@@ -119,49 +117,12 @@ def stages_without_numbers(record: Record, steps: int) -> dict[str, str]:
     return without
 
 
-def common_draws_problem(records: Sequence[Record], alone: Record) -> str:
-    """Return which random numbers of no sample the ranks and one process do not share; "" if there are none.
-
-    They share what is drawn behind a seed of the user's, if the seed is the same.
-    """
-    for position, expected_step in enumerate(alone.steps):
-        for record in records:
-            if position >= len(record.steps):
-                continue
-            draws = record.steps[position].common_draws
-            drawn_by_chance = [draw for draw in (*draws, *expected_step.common_draws) if not draw.seed]
-            if not drawn_by_chance and _seeds_of(draws) == _seeds_of(expected_step.common_draws):
-                continue
-            named = drawn_by_chance or [*draws, *expected_step.common_draws]
-            names = ", ".join(dict.fromkeys(draw.operator for draw in named))
-            return (
-                f"one draw for a whole batch ({names}): it belongs to no sample; every rank draws its own, and one"
-                f" process draws one{_at(named[0].place)}"
-            )
+def draws_problem(records: Sequence[Record], alone: Record) -> str:
+    """Return why the random numbers of the ranks and of one process cannot be compared; "" if they can."""
+    for record in (alone, *records):
+        if record.draws_problem:
+            return record.draws_problem
+    for steps_of_ranks in zip(*(record.steps for record in records), strict=False):
+        if any(step.drawn_in_hooks != steps_of_ranks[0].drawn_in_hooks for step in steps_of_ranks):
+            return of_no_sample("in a communication hook")
     return ""
-
-
-def _seeds_of(draws: Sequence[DrawnNumbers]) -> list[tuple[str, tuple[int, ...], str]]:
-    return [(draw.operator, draw.shape, draw.seed) for draw in draws]
-
-
-def sample_draws_problem(records: Sequence[Record], alone: Record, step: int) -> str:
-    """Return which random numbers a batch of another size draws otherwise in a step; "" if there are none."""
-    expected = alone.steps[step].batches[-1]
-    for record in records:
-        if step >= len(record.steps):
-            continue
-        for rank_batch in record.steps[step].batches:
-            if not rank_batch.counts:
-                continue
-            samples = rank_batch.sizes_of_pieces[-1]
-            draw = first_other_draw(rank_batch.draws, samples, expected.draws, expected.size)
-            if draw is not None:
-                return f"a batch of another size draws other random numbers ({draw.operator}){_at(draw.place)}"
-    return ""
-
-
-def _at(line: CodeLine | None) -> str:
-    if line is None:
-        return ""
-    return f"; drawn in {line}"

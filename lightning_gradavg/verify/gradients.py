@@ -72,8 +72,6 @@ def _of_compared_samples(evidence: Evidence, records: Sequence[Record]) -> Expla
             " compares the samples of a replica with each other, or batch norm gets their rows in another order."
             " One process has only the whole batch for that"
         )
-    if evidence.factor is not None:
-        return Explanation("multiple", multiple)
     detail = f"{multiple}, and that of a batch is no combination of those of its parts"
     batch_norms = records[0].batch_norms
     if batch_norms and not facts.replicated:  # replicas share their statistics over all ranks
@@ -81,6 +79,8 @@ def _of_compared_samples(evidence: Evidence, records: Sequence[Record]) -> Expla
         if evidence.is_of_batch_norm:
             return Explanation("batch norm", detail, where)
         detail += f", also without batch norm: {where}"
+    if evidence.factor is not None and len(evidence.whole) > 1:  # one number is a multiple of any other
+        return Explanation("multiple", multiple)
     return Explanation("non-decomposable loss", detail)
 
 

@@ -12,10 +12,9 @@ import torch
 from lightning_gradavg.verify.causes import CAUSES
 from lightning_gradavg.verify.comparison import (
     Seen,
-    common_draws_problem,
     compare_records,
+    draws_problem,
     logged_by_all,
-    sample_draws_problem,
     stages_without_numbers,
 )
 from lightning_gradavg.verify.evidence import Evidence
@@ -99,26 +98,25 @@ class _Judge:
         steps = min(len(alone.steps), *(len(record.steps) for record in self._records))
         remarks: list[str] = []
         uncompared: dict[str, None] = {}  # stages
-        in_training = self._differences_between_ranks()
         logged = None
-        try:
-            seen = self._first_difference(alone)
-            equal_steps = steps
-            if seen is not None:
-                equal_steps = seen.step
-                in_training.append(self._finding(alone, seen))
-            logged = self._first_logged_difference(alone, equal_steps)
-        except Refused as error:
-            remarks.append(str(error))
-            uncompared.update(dict.fromkeys(STAGES[2:]))
-
-        # Ranks draw other numbers than one process then, so what depends on them differs for no other reason.
-        drawn_by_chance = common_draws_problem(self._records, alone)
+        drawn_by_chance = draws_problem(self._records, alone)
         if drawn_by_chance:
-            remarks.insert(0, drawn_by_chance)
-            in_training = [finding for finding in in_training if finding.stage in _BESIDE_DRAWS]
-            logged = None
-            uncompared.update(dict.fromkeys(stage for stage in STAGES if stage not in _BESIDE_DRAWS))
+            # Ranks draw other numbers than one process then, so what depends on them differs for no other reason.
+            remarks.append(drawn_by_chance)
+            uncompared.update(dict.fromkeys(STAGES[2:]))
+            in_training = self._differences_beside_draws(alone)
+        else:
+            in_training = self._differences_between_ranks()
+            try:
+                seen = self._first_difference(alone)
+                equal_steps = steps
+                if seen is not None:
+                    equal_steps = seen.step
+                    in_training.append(self._finding(seen))
+                logged = self._first_logged_difference(alone, equal_steps)
+            except Refused as error:
+                remarks.append(str(error))
+                uncompared.update(dict.fromkeys(STAGES[2:]))
 
         # Only the first difference is a cause. Those behind it may follow from it.
         findings: list[Finding] = []
@@ -196,11 +194,9 @@ class _Judge:
             raise Refused(alone.problem)
         return seen
 
-    def _finding(self, alone: Record, seen: Seen) -> Finding:
+    def _finding(self, seen: Seen) -> Finding:
         """Return the finding of the first difference, or raise `Refused` if it may be none."""
         name = seen.difference.name
-        if seen.stage not in _BESIDE_DRAWS:
-            self._require_same_draws(alone, seen.step)
         if seen.stage == "reduced gradient":
             explanation = self._of_gradient(seen)
         elif seen.stage == "optimizer options":
@@ -227,6 +223,15 @@ class _Judge:
             where=explanation.where,
         )
 
+    def _differences_beside_draws(self, alone: Record) -> list[Finding]:
+        """Return the differences in stages that depend on no draw."""
+        findings = [finding for finding in self._differences_between_ranks() if finding.stage in _BESIDE_DRAWS]
+        with suppress(Refused):
+            for seen in compare_records(self._records[0], alone, self._tolerance):
+                if seen.stage in _BESIDE_DRAWS:
+                    findings.append(self._finding(seen))
+        return findings
+
     def _of_tensor(self, cause: str, seen: Seen) -> Explanation:
         """Return the explanation of a weight, a buffer or a clipped gradient, with the line that wrote it last."""
         name = seen.difference.name
@@ -250,11 +255,6 @@ class _Judge:
         if not self._facts.automatic:
             return Explanation("unexplained", "in manual optimization, only a common factor would be known")
         return explain_gradient(Evidence(self._twin, seen, self._tolerance), seen, self._records)
-
-    def _require_same_draws(self, alone: Record, step: int) -> None:
-        problem = sample_draws_problem(self._records, alone, step)
-        if problem:
-            raise Refused(problem)
 
     def _require_difference_in_windows(self, step: int, cause: str) -> None:
         """Raise `Refused` if one process that takes windows, too, trains as the run does.

@@ -22,7 +22,7 @@ from lightning_gradavg._support.tree import bits
 from lightning_gradavg.verify.borders import part_of_rank
 from lightning_gradavg.verify.records import EpochReading, RankBatch, SampleId
 
-__all__ = ["NO_COLLATE_FN", "Loading", "read_epoch", "seed_of", "seed_process"]
+__all__ = ["NO_COLLATE_FN", "Loading", "read_epoch", "seed_process"]
 
 NO_COLLATE_FN = (
     "no collate_fn makes the loader's batches, so their samples are unknown: use one DataLoader with a batch_size"
@@ -34,14 +34,9 @@ _SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)
 """Those that read every sample once."""
 
 
-def seed_of(text: str) -> bytes:
-    """Return 24 bytes that seed the generators of a process."""
-    return hashlib.blake2b(text.encode(), digest_size=24).digest()
-
-
 def seed_process(text: str) -> None:
     """Seed the generators of torch, Python and NumPy."""
-    restore_random_state(seeded(seed_of(text)))
+    restore_random_state(seeded(hashlib.blake2b(text.encode(), digest_size=24).digest()))
 
 
 class _Packer(pickle.Pickler):

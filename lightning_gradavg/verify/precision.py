@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from lightning_gradavg.verify.causes import CAUSES
-from lightning_gradavg.verify.comparison import common_draws_problem, compare_records
+from lightning_gradavg.verify.comparison import compare_records, draws_problem
 from lightning_gradavg.verify.records import Record, RecordedStep, Refused, StageTensors
 from lightning_gradavg.verify.report import STAGES, Finding, Report, Rounding
 from lightning_gradavg.verify.rounding import PRECISIONS, Perturbation
@@ -156,7 +156,7 @@ def _gaps(records: Sequence[Record], twin: Twin, precision: str, tolerance: floa
     alone = twin.train_in_precision(None)
     if alone.problem:
         raise Refused(alone.problem)
-    drawn_by_chance = common_draws_problem(records, alone)
+    drawn_by_chance = draws_problem(records, alone)
     if drawn_by_chance:
         raise Refused(drawn_by_chance)
     draws = []

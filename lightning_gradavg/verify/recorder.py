@@ -31,11 +31,10 @@ from lightning_gradavg._lightning.internals import (
     sharded_modules,
 )
 from lightning_gradavg._support.random_state import random_state, restore_random_state
-from lightning_gradavg._support.tree import leaves
 from lightning_gradavg.verify.borders import counts_samples, facts_of, loader_of_user, samples_of_piece
-from lightning_gradavg.verify.draws import Draws
+from lightning_gradavg.verify.draws import Draws, of_no_sample
 from lightning_gradavg.verify.lines import GRADIENT_OF, Writes, line_of_function
-from lightning_gradavg.verify.loading import NO_COLLATE_FN, Loading, read_epoch, seed_of, seed_process
+from lightning_gradavg.verify.loading import NO_COLLATE_FN, Loading, read_epoch, seed_process
 from lightning_gradavg.verify.records import (
     Bucket,
     Plateau,
@@ -44,7 +43,6 @@ from lightning_gradavg.verify.records import (
     RecordedStep,
     Refused,
     ReplicaSamples,
-    SampleKey,
     StageTensors,
 )
 from lightning_gradavg.verify.rounding import Perturbation
@@ -89,10 +87,10 @@ class Recorder(Callback):
     on_train_start                  note the set-up and the initial weights
       _begin_batch                  for each batch, from the plugin's `convert_input`; first end the step before
         _training_step              note loss and weight; once for each piece of the batch
-        on_after_backward           from here on, draws belong to no sample
+        on_after_backward           from here on, no sample draws
         on_before_optimizer_step    note the reduced gradient } each time that an optimizer
         _after_optimizer_step       note the clipped gradient } takes a step
-      on_train_batch_end            note what was drawn
+      on_train_batch_end            end with the batch
     on_train_end                    end the last step
     ```
 
@@ -105,7 +103,7 @@ class Recorder(Callback):
 
     Attributes:
         record: What is recorded.
-        sample_keys: What the samples of the running batch draw from.
+        batch_size: The samples of the running batch.
         replicas: The replicas of the running batch, if it joins those of ranks.
         mode: The mode in which a batch is computed.
         loading: What batches are made of.
@@ -138,7 +136,7 @@ class Recorder(Callback):
         self._window: list[RankBatch] = []
         self._stages: list[StageTensors] = []
         # Of the running batch.
-        self.sample_keys: Sequence[SampleKey] = []
+        self.batch_size = 0
         self.replicas: Sequence[ReplicaSamples] = []
         self._epoch = 0
         self._computed_samples = 0  # by the pieces before
@@ -217,10 +215,6 @@ class Recorder(Callback):
         for name, layer in pl_module.named_modules():
             if _has_statistics_of_one_rank(layer):
                 self.record.batch_norms.append(name)
-            # Recurrent layers keep time steps along dimension 0, and draw for samples along dimension 1.
-            if isinstance(layer, nn.RNNBase):
-                layer.register_forward_pre_hook(self._begin_recurrent_layer)
-                layer.register_forward_hook(self._end_recurrent_layer)
         for optimizer in trainer.optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer_step)
             optimizer.register_step_post_hook(self._after_optimizer_step)
@@ -250,12 +244,6 @@ class Recorder(Callback):
                 self.record.comm_hook = getattr(comm_hook, "__qualname__", type(comm_hook).__name__)
                 self.record.comm_hook_at = line_of_function(comm_hook)
 
-    def _begin_recurrent_layer(self, *_: object) -> None:
-        self.mode.likely_dim = 1
-
-    def _end_recurrent_layer(self, *_: object) -> None:
-        self.mode.likely_dim = 0
-
     def _take_stage(self, stage: str, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
         sketches = {}
         shards = set()
@@ -279,11 +267,7 @@ class Recorder(Callback):
         if len(self.record.steps) >= self._most_steps:
             raise Refused
         rank_batch = self.loading.pop(batch)
-        # Of one process's batch, the keys are those that its samples have on the ranks.
-        self.sample_keys = rank_batch.sample_keys
-        if not self.sample_keys:
-            position = len(self._window)
-            self.sample_keys = [(position, self.record.rank, place) for place in range(rank_batch.size)]
+        self.batch_size = rank_batch.size
         self.replicas = rank_batch.replicas
         self._window.append(rank_batch)
         self._epoch = self.trainer.current_epoch
@@ -298,15 +282,21 @@ class Recorder(Callback):
         """Compute the batch in `mode`, from a random state that depends on the step alone, until the scope closes."""
         self._batch_scope.close()
         self._batch_scope.callback(restore_random_state, random_state())
-        self.mode.sample_keys = self.sample_keys
-        self.mode.draws = []
-        self._seed_step()
+        rank_batch = self._window[-1]
+        self.mode.is_of_samples = True
+        self.mode.parts = rank_batch.parts
+        self.mode.common_parts = rank_batch.common_parts
+        self._begin_draws_of_piece(0)
         self._batch_scope.enter_context(self.mode)
 
-    def _seed_step(self) -> None:
-        text = f"step {len(self.record.steps)}"
-        seed_process(text)
-        self.mode.seed_step(int.from_bytes(seed_of(text)[:7], "little"))
+    def _begin_draws_of_piece(self, piece: int) -> None:
+        """Let a piece draw from a random state of its own, on each rank another one."""
+        draws = self._window[-1].draws
+        if piece == len(draws):
+            draws.append([])
+        self.mode.drawn = draws[piece]
+        self.mode.is_of_samples = True
+        seed_process(f"step {len(self.record.steps)} {self.record.rank} {len(self._window)} {piece}")
 
     def _training_step(
         self, user_step: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
@@ -315,13 +305,12 @@ class Recorder(Callback):
         rank_batch = self._window[-1]
         # A stand-in is known here, and not yet when the batch arrives: strategies hear of it in `on_train_batch_start`.
         rank_batch.counts = counts_samples(self.trainer)
-        self._begin_piece(args[0])
-        self._seed_step()  # whatever state the strategy has the step begin from
+        self._begin_piece(args[0])  # whatever state the strategy has the step begin from
         _, *others_before = random_state()
         output = user_step(*args, **kwargs)
         _, *others_after = random_state()
         if others_before != others_after:
-            self.mode.note_common_draw("a generator of Python or NumPy")
+            self.mode.problem = self.mode.problem or of_no_sample("a generator of Python or NumPy")
         loss, rank_batch.weight = loss_and_weight(output)
         # The loss of a piece is not that of the batch. The first value is kept: L-BFGS asks for several in one step.
         is_whole = not rank_batch.piece_sizes
@@ -331,20 +320,17 @@ class Recorder(Callback):
 
     def _begin_piece(self, piece: object) -> None:
         """Let the samples of a piece draw. A strategy may run a batch in pieces, one call after the other, in order."""
-        self.mode.sample_keys = self.sample_keys
-        total = len(self.sample_keys)
-        samples = samples_of_piece(piece, total)
-        if samples == total:
+        samples = samples_of_piece(piece, self.batch_size)
+        if samples == self.batch_size:
+            self._begin_draws_of_piece(0)
             return
-        start = self._computed_samples % total  # an optimizer may ask for all pieces again
-        stop = start + samples
-        self.mode.sample_keys = self.sample_keys[start:stop]
-        self._computed_samples = stop
         sizes = self._window[-1].piece_sizes
-        if start == 0:
+        if self._computed_samples == self.batch_size:  # an optimizer asks for all pieces again
+            self._computed_samples = 0
             sizes.clear()
+        self._begin_draws_of_piece(len(sizes))
         sizes.append(samples)
-        self.mode.draws.clear()  # one process draws for all pieces at once
+        self._computed_samples += samples
 
     def on_after_backward(self, *_: object) -> None:
         """Note what a communication hook made of the gradients, and watch them: the module's hooks may change them."""
@@ -360,7 +346,7 @@ class Recorder(Callback):
             if parameter.grad is not None:
                 self._writes.watch(f"{GRADIENT_OF}{name}", parameter.grad)
         if self.record.facts.automatic:
-            self.mode.sample_keys = ()
+            self.mode.is_of_samples = False
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Note the reduced gradients, every time the optimizer asks for the loss."""
@@ -398,18 +384,17 @@ class Recorder(Callback):
     def _before_optimizer_step(self, *_: object) -> None:
         """In manual optimization, what an optimizer draws belongs to no sample. PyTorch calls it before each `step`."""
         if not self.record.facts.automatic:
-            self.mode.sample_keys = ()
+            self.mode.is_of_samples = False
 
     def _after_optimizer_step(self, optimizer: Optimizer, *_: object) -> None:
         """Note what the optimizer stepped on. PyTorch calls it after each `step`."""
         self._take_stage("clipped gradient", self._gradients(optimizer))
         self._take_stage("optimizer options", _options(optimizer))
         if not self.record.facts.automatic:
-            self.mode.sample_keys = self.sample_keys
+            self.mode.is_of_samples = True
 
     def on_train_batch_end(self, *_: object) -> None:
         """End with a batch."""
-        self._window[-1].draws = list(self.mode.draws)
         self._batch_scope.close()
 
     def _end_step(self) -> None:
@@ -437,14 +422,16 @@ class Recorder(Callback):
                 is_skipped,
                 self._writes.places,
                 self._buckets,
-                self.mode.common_draws,
+                self.mode.common_drawn,
+                self.mode.drawn_in_hooks,
             )
         )
         self._window = []
         self._stages = []
         self._buckets = []
         self._writes.places = {}
-        self.mode.common_draws = []
+        self.mode.common_drawn = []
+        self.mode.drawn_in_hooks = []
 
     def _compared_buffers(self) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in self.module.named_buffers():
@@ -469,6 +456,7 @@ class Recorder(Callback):
         """Note what there is to say of the whole run."""
         self._batch_scope.close()
         self.record.problem = self._first_problem()
+        self.record.draws_problem = self.mode.problem
         for config, first_epoch in zip(self._plateaus, self._first_epochs, strict=True):
             scheduler = config.scheduler
             has_stepped = scheduler.last_epoch != first_epoch
@@ -531,7 +519,7 @@ def _has_statistics_of_one_rank(layer: nn.Module) -> bool:
 
 
 def _unregistered_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """Return the tensors that optimizers hold and the module does not register, by the attributes that hold them."""
+    """Return the tensors that optimizers hold and the module does not register."""
     registered = {id(parameter) for parameter in module.parameters()}
     unregistered: dict[int, Tensor] = {}
     for optimizer in optimizers:
@@ -539,29 +527,10 @@ def _unregistered_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) ->
             for tensor in group["params"]:
                 if id(tensor) not in registered:
                     unregistered[id(tensor)] = tensor
-    if not unregistered:
-        return {}
-    names = _names_of_attributes(module)
     named = {}
-    for position, (key, tensor) in enumerate(unregistered.items()):
-        # What no attribute holds, such as a tensor of a callback, has its place as a name.
-        named[names.get(key, f"unregistered tensor {position} of the optimizers")] = tensor
+    for position, tensor in enumerate(unregistered.values()):
+        named[f"tensor {position} of the optimizers that the module does not register"] = tensor
     return named
-
-
-def _names_of_attributes(module: nn.Module) -> dict[int, str]:
-    """Return the path of every tensor that an attribute of a module holds, also in lists, dicts and their layers."""
-    names: dict[int, str] = {}
-    for module_name, layer in module.named_modules():
-        for attribute, value in vars(layer).items():
-            path = f"{module_name}.{attribute}".removeprefix(".")
-            for place, leaf in leaves(value, path):
-                if isinstance(leaf, Tensor):
-                    names.setdefault(id(leaf), place)
-                elif isinstance(leaf, nn.Module):
-                    for name, parameter in leaf.named_parameters():
-                        names.setdefault(id(parameter), f"{place}.{name}")
-    return names
 
 
 def _options(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

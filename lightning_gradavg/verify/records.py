@@ -25,16 +25,12 @@ __all__ = [
     "ReplicaSamples",
     "RunFacts",
     "SampleId",
-    "SampleKey",
     "StageTensors",
     "join_shards",
 ]
 
 SampleId: TypeAlias = bytes
 """A digest of a sample, equal on all processes."""
-
-SampleKey: TypeAlias = tuple[int, ...]
-"""What a sample draws from: its micro-batch in the window, its rank, and its place in the micro-batch there."""
 
 
 class Refused(Exception):  # noqa: N818  # no error of the run
@@ -52,10 +48,8 @@ class DrawnNumbers(NamedTuple):
     """Random numbers that an operator drew."""
 
     operator: str
-    shape: tuple[int, ...]
-    dim: int  # the dimension along which the samples are; -1 if the numbers belong to no sample
-    seed: str  # a digest of the generator's state, if it is one that the user's code has set; else ""
-    place: CodeLine | None = None  # where they were drawn
+    numbers: Tensor
+    line: CodeLine | None  # where they were drawn
 
 
 @dataclass
@@ -68,13 +62,14 @@ class RankBatch:
         indices: Their indices in the data set; empty for a stream.
         size: The number of samples.
         unknown_because: Why the samples are not known; "" if they are.
-        sample_keys: What the samples draw from, if the batch joins those of several ranks.
+        parts: What each part drew, if the batch joins those of several ranks.
+        common_parts: What each rank drew in the step behind its backward, if the batch joins those of several ranks.
         piece_sizes: The number of samples of each piece, if the rank computed the batch in pieces, such as replicas.
         replicas: The samples that batch norm normalizes by themselves, if the batch joins those of several ranks.
         counts: Whether its samples count: not if the strategy only kept the rank busy.
         loss: The value of the loss; of the first, if an optimizer asks for several.
         weight: The weight that `training_step` returned with it.
-        draws: The random numbers that the samples drew.
+        draws: The random numbers that each piece drew.
     """
 
     packed_samples: Sequence[bytes] = ()
@@ -82,13 +77,14 @@ class RankBatch:
     indices: Sequence[Hashable] = ()
     size: int = 1
     unknown_because: str = ""
-    sample_keys: Sequence[SampleKey] = ()
+    parts: Sequence[Sequence[DrawnNumbers]] = ()
+    common_parts: Sequence[Sequence[DrawnNumbers]] = ()
     piece_sizes: list[int] = field(default_factory=list)
     replicas: Sequence[ReplicaSamples] = ()
     counts: bool = True
     loss: float = math.nan
     weight: float | None = None
-    draws: list[DrawnNumbers] = field(default_factory=list)
+    draws: list[list[DrawnNumbers]] = field(default_factory=list)
 
     @property
     def sizes_of_pieces(self) -> Sequence[int]:
@@ -134,7 +130,8 @@ class RecordedStep:
         is_skipped: Whether the scaler skipped the optimizer's step, as a gradient overflowed.
         writes: Where weights, buffers and gradients were last written in place, by their names.
         buckets: What a communication hook of the user reduced.
-        common_draws: Random numbers that belong to no sample.
+        common_draws: Random numbers that were drawn behind the backward, or by an optimizer.
+        drawn_in_hooks: Digests of those that communication hooks drew.
     """
 
     epoch: int
@@ -146,6 +143,7 @@ class RecordedStep:
     writes: dict[str, CodeLine] = field(default_factory=dict)
     buckets: list[Bucket] = field(default_factory=list)
     common_draws: list[DrawnNumbers] = field(default_factory=list)
+    drawn_in_hooks: list[bytes] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -227,6 +225,7 @@ class Record:
         parameter_hooks: The user's lines on which hooks of parameters begin, by the parameters' names.
         comm_hook: The name of the user's communication hook; "" if there is none.
         comm_hook_at: The line on which it begins; None if it is a library's.
+        draws_problem: Why random numbers cannot be compared; "" if they can.
         problem: Why the run cannot be compared; "" if it can.
     """
 
@@ -243,6 +242,7 @@ class Record:
     parameter_hooks: dict[str, CodeLine] = field(default_factory=dict)
     comm_hook: str = ""
     comm_hook_at: CodeLine | None = None
+    draws_problem: str = ""
     problem: str = ""
 
 

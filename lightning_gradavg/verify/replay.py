@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_gradavg.verify.loading import read_epoch
 from lightning_gradavg.verify.recorder import Recorder, loss_and_weight
-from lightning_gradavg.verify.records import RankBatch, Refused, ReplicaSamples, RunFacts
+from lightning_gradavg.verify.records import DrawnNumbers, RankBatch, RecordedStep, Refused, ReplicaSamples, RunFacts
 
 __all__ = [
     "Group",
@@ -59,7 +59,7 @@ class OneProcess(SingleDeviceStrategy):
     @property
     def global_batch_size(self) -> int:
         """The samples of the batch."""
-        return len(self._recorder.sample_keys)
+        return self._recorder.batch_size
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ class OneProcess(SingleDeviceStrategy):
         if loss is None or self._facts.rule.name != "normalized_sum":
             return output
         if weight is None:
-            weight = len(self._recorder.sample_keys)
+            weight = self._recorder.batch_size
         if isinstance(output, Mapping):
             return {**output, "loss": loss / weight}
         return loss / weight
@@ -129,10 +129,10 @@ def batch_norm_of_replicas(recorder: Recorder) -> Iterator[None]:
     ) -> Tensor:
         if not training:
             return stock_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        rows_per_sample, rest = divmod(len(input), len(recorder.sample_keys))
+        rows_per_sample, rest = divmod(len(input), recorder.batch_size)
         if rest > 0:
             raise Refused(
-                f"batch norm gets {len(input)} rows of {len(recorder.sample_keys)} samples, so one process does not"
+                f"batch norm gets {len(input)} rows of {recorder.batch_size} samples, so one process does not"
                 " know which rows are those of a replica"
             )
         sizes = [rows_per_sample * replica.samples for replica in recorder.replicas]
@@ -177,7 +177,7 @@ class Replay:
 
     Args:
         steps: The groups that one process takes in each step, one after the other.
-        epochs: The epoch of each step of the run, which may have more steps than `steps`.
+        run: The steps of each rank, which may be more than `steps`.
         recorder: What records the run of one process.
         epoch_length: The number of batches in an epoch; infinity if the run's loader has no length.
         reads: Whether to note what one process would read, where it makes its first iterator.
@@ -191,13 +191,17 @@ class Replay:
     def __init__(
         self,
         steps: Sequence[Sequence[Group]],
-        epochs: Sequence[int],
+        run: Sequence[Sequence[RecordedStep]],
         recorder: Recorder,
         epoch_length: float,
         *,
         reads: bool,
     ) -> None:
-        self._steps, self._epochs, self._recorder = steps, epochs, recorder
+        self._steps, self._recorder = steps, recorder
+        self._epochs = [step.epoch for step in run[0]]
+        self._common_draws = []
+        for steps_of_ranks in zip(*run, strict=False):
+            self._common_draws.append([step.common_draws for step in steps_of_ranks])
         self.epoch_length = epoch_length
         self._reads = reads
 
@@ -209,16 +213,16 @@ class Replay:
             self._reads = False
             first_batches = self._recorder.loading.first_samples(loader, self._samples_of_first_epoch())
             self._recorder.record.reading = read_epoch(loader, first_batches)
-        for groups, epoch_of_step in zip(self._steps, self._epochs, strict=False):
+        for step, (groups, epoch_of_step) in enumerate(zip(self._steps, self._epochs, strict=False)):
             if epoch_of_step != epoch:
                 continue
             for group in groups:
-                yield self._batch(loader, group)
+                yield self._batch(loader, group, step)
         # The recorder ended the run within an epoch, when a further batch arrived. It ends this run in the same way.
         last_step = len(self._steps) - 1
         if epoch >= self._epochs[last_step]:
             while True:
-                yield self._batch(loader, self._steps[last_step][-1])
+                yield self._batch(loader, self._steps[last_step][-1], last_step)
 
     def _samples_of_first_epoch(self) -> int:
         number = 0
@@ -227,15 +231,19 @@ class Replay:
                 number += sum(taken.rank_batch.size for group in groups for taken in group)
         return number
 
-    def _batch(self, loader: DataLoader[Any], group: Group) -> object:
-        samples, sample_keys, replicas = [], [], []
-        for window_index, rank, rank_batch in group:
+    def _batch(self, loader: DataLoader[Any], group: Group, step: int) -> object:
+        samples: list[object] = []
+        parts: list[Sequence[DrawnNumbers]] = []
+        replicas = []
+        for _, rank, rank_batch in group:
             samples += [pickle.loads(packed) for packed in rank_batch.packed_samples]
-            sample_keys += [(window_index, rank, place) for place in range(rank_batch.size)]
+            parts += rank_batch.draws
             for number, size in enumerate(rank_batch.sizes_of_pieces):
                 replicas.append(ReplicaSamples(size, is_first=rank == 0 and number == 0))
         batch = loader.collate_fn(samples)
-        self._recorder.loading.note(batch, RankBatch(size=len(sample_keys), sample_keys=sample_keys, replicas=replicas))
+        size = sum(replica.samples for replica in replicas)
+        noted = RankBatch(size=size, parts=parts, common_parts=self._common_draws[step], replicas=replicas)
+        self._recorder.loading.note(batch, noted)
         return batch
 
     def replace_train_dataloader(self, owner: LightningModule | LightningDataModule) -> None:

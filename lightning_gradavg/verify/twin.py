@@ -153,14 +153,14 @@ class Twin:
     ) -> Record:
         """Train on groups, which are the micro-batches of each step."""
         facts = self.records[0].facts
-        epochs = [step.epoch for step in self.records[0].steps]
         window = max(len(groups) for groups in steps)
         module, data, options = self.build()
         plugin = None
         if self.precision is not None:
             plugin = plugin_of(options["plugins"], self.precision, self.device)
         recorder = Recorder(len(steps), double=self.double, reads=False, plugin=plugin, perturbation=perturbation)
-        replay = Replay(steps, epochs, recorder, facts.epoch_batches / facts.accumulation * window, reads=reads)
+        run = [record.steps for record in self.records]
+        replay = Replay(steps, run, recorder, facts.epoch_batches / facts.accumulation * window, reads=reads)
         if "train_dataloaders" in data:
             data = {**data, "train_dataloaders": ReplayLoader(data["train_dataloaders"], replay)}
         for owner in (module, data.get("datamodule")):
