@@ -58,13 +58,16 @@ from verified_runs import (
     collate_in_random_order,
     compensate_by_hand,
     contrast_on_rank,
+    contrast_with_all,
     count_after_batches_on_rank_1,
     count_batches_on_rank_1,
     count_in_step,
     count_one,
     count_samples_in_buffer,
+    count_samples_of_all_in_buffer,
     count_without_class_0,
     divide_by_count_of_all_ranks,
+    divide_by_global_mean,
     drop_word_by_word,
     global_means,
     hundredth_of_ranks,
@@ -80,7 +83,9 @@ from verified_runs import (
     load_sharded_by_hand,
     load_texts,
     load_two,
+    log_mean,
     log_rising_on_rank_0,
+    log_rising_value_of_all,
     log_sum_over_ranks,
     loss_and_temperature,
     make_adams,
@@ -99,6 +104,7 @@ from verified_runs import (
     make_layers_in_list,
     make_layers_times_ranks,
     make_layers_with_buffer,
+    make_layers_with_registered_temperature,
     make_layers_with_temperature,
     make_layers_with_tiny_gradient,
     make_lbfgs,
@@ -119,6 +125,7 @@ from verified_runs import (
     make_sgd_on_plateau,
     make_sgd_on_validation_plateau,
     make_sgd_times_ranks,
+    make_sgd_with_decay,
     make_sgd_with_decay_times_ranks,
     make_sized_loader,
     make_step,
@@ -152,6 +159,7 @@ from verified_runs import (
     shard_without_sums,
     shard_without_values,
     sharded,
+    spread_of_all,
     spread_of_batch,
     square_of_batch,
     step_once_per_rank,
@@ -161,6 +169,7 @@ from verified_runs import (
     sum_loss,
     sum_of_two_means,
     train_generator_and_critic,
+    two_global_means,
     weigh_by_class,
     weigh_by_position,
     weighted_mean_over_tokens,
@@ -169,6 +178,7 @@ from verified_runs import (
 )
 
 from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.verify.causes import CAUSES
 from lightning_gradavg.verify.judge import judge
 from lightning_gradavg.verify.recorder import Recorder
 from lightning_gradavg.verify.records import Record
@@ -472,6 +482,7 @@ DIFFERENT = {
     "batch norm: case 42": Run(lambda: nn.BatchNorm1d(1), mean_product, load_case_42, steps=1),
     "batch norm: windows": Run(make_batch_norm, loader=THREE_BATCHES, strategy=GradAvgStrategy, window=3, steps=1),
     "batch norm: in evaluation, without running statistics": Run(make_batch_norm_in_evaluation),
+    "batch norm: under Lightning's sampler": make_sampled_run(make_batch_norm),
     "batch norm: behind a recurrent layer": Run(RecurrentNorm),
     "batch norm: of the nodes of graphs": Run(make_batch_norm_of_nodes, mean_over_graphs),
     "batch norm: pieces, checkpointed": Run(
@@ -754,6 +765,56 @@ LINES = {
 }
 
 
+# 2b. What a user does who follows the advice about a run: the run is equal then. Every cause is here but those that
+# advise nothing that can be done to a run; "loss scale" is in `test_ranks_verify_precision.py`.
+
+ADVICE: Mapping[str, Mapping[str, Any]] = {
+    "initial weights": {"layers": make_layers},
+    "unsynchronised replicas: past the strategy": {"step": make_manual_step()},
+    "unregistered parameter: a temperature": {
+        "layers": make_layers_with_registered_temperature,
+        "optimizer": make_sgd,
+    },
+    "unsynchronised schedule": {"step": log_rising_value_of_all},
+    "duplicated stream": {"strategy": SPLIT},
+    "padding": {"strategy": SPLIT},
+    "unread samples: sharded by hand and by the sampler": {"trainer": {"use_distributed_sampler": False}},
+    "batch norm: under Lightning's sampler": {"strategy": SINGLE_DEVICE},
+    "weighed global mean": {"strategy": ours()},
+    "non-decomposable loss: contrastive": {"step": contrast_with_all},
+    "non-decomposable loss: a variance": {"step": spread_of_all},
+    "non-decomposable loss: two means of different numbers": {"step": two_global_means},
+    "non-decomposable loss: an L2 penalty under `sum`": {"step": sum_loss, "optimizer": make_sgd_with_decay},
+    "non-decomposable loss: gathered by `self.all_gather`": {"step": make_contrastive_step("Lightning")},
+    "sum loss": {"strategy": SUM},
+    "sum loss: shards on four ranks": {"strategy": sharded(4, reduction="sum")},
+    "mean of means": {"strategy": WEIGHTED_MEAN},
+    "mean of means: over tokens": {
+        "step": make_weighted_step(mean_loss_without_class_0, count_without_class_0),
+        "strategy": WEIGHTED_MEAN,
+    },
+    "counts: class weights": {"step": make_weighted_step(mean_loss_of_weighted_classes, weigh_by_class)},
+    "counts: a mean under `sum`": {"strategy": WEIGHTED_MEAN},
+    "short window": {"strategy": GradAvgStrategy},
+    "multiple: a hook after the backward": {"hooks": {}},
+    "multiple: of a loss that compares samples": {"step": make_contrastive_step("lightning_gradavg")},
+    "hand-compensated loss: times the ranks, dropout": {"step": mean_loss},
+    "hand-compensated loss: case 7": {"strategy": ours()},
+    "divide factor": {"hooks": SHARDS},
+    "double division: a loss": {"step": mean_loss},
+    "double division: by the count of all ranks": {"step": divide_by_global_mean},
+    "gradient hooks: every rank clips its norm": {"strategy": GradAvgStrategy, "trainer": {"gradient_clip_val": 0.05}},
+    "16-bit wire: float16": {"strategy": GradAvgStrategy},
+    "learning-rate scale": {"optimizer": make_sgd},
+    "optimizer options: weight decay": {"optimizer": make_sgd},
+    "weights beside the gradient: an average": {"hooks": {"on_train_batch_end": average_weights}},
+    "buffers of one rank: of its samples": {"hooks": {"on_train_batch_start": count_samples_of_all_in_buffer}},
+    "logged value: summed over the ranks": {"step": log_mean},
+}
+
+WITHOUT_ADVICE = ("data order", "loss scale", "unexplained")
+
+
 # 3. Runs that one process cannot repeat: by a part of the remark that the report must have.
 
 NOT_SHOWN = {
@@ -822,6 +883,8 @@ def fill_in_expectations() -> dict[str, Run]:
     for name, run in DIFFERENT.items():
         cause, _, _ = name.partition(":")
         runs[name] = replace(run, verdict="different", cause=cause, line=LINES.get(name, ""))
+    for name, changes in ADVICE.items():
+        runs[f"advice followed: {name}"] = replace(DIFFERENT[name], factor=None, says=(), **changes)
     for remark, run in NOT_SHOWN.items():
         runs[remark] = replace(run, verdict="not shown", remark=remark)
     return runs
@@ -863,6 +926,11 @@ def make_parameters_of_runs() -> list[Any]:
             marks.append(NEEDS_SHARDS_ON_CPU)
         parameters.append(pytest.param(name, marks=marks))
     return parameters
+
+
+def test_following_the_advice_is_tested_for_every_cause():
+    followed = {name.partition(":")[0] for name in ADVICE}
+    assert set(CAUSES) - set(WITHOUT_ADVICE) == followed
 
 
 RUNS_COMPILED_EAGERLY = pytest.mark.skipif(

@@ -13,12 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
 from ranks import RankEnvironment
 from test_ranks_verify import Run
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.functional import cross_entropy
 from verified_runs import (
     Texts,
@@ -96,27 +94,6 @@ def hook_in_low_precision(change: Callable[[Tensor], Tensor]) -> Any:
     return with_hook(make_communication_hook(change_low))
 
 
-def make_compressing_hook(dtype: torch.dtype) -> Any:
-    """Return a communication hook that averages float32 buckets in a 16-bit type, and others as they are."""
-
-    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        if not is_low(bucket.buffer()):
-            return allreduce_hook(state, bucket)
-        sent = (bucket.buffer() / world_size()).to(dtype)
-        dist.all_reduce(sent)
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(sent.to(bucket.buffer().dtype))
-        return future
-
-    return hook
-
-
-def round_gradients_on_ranks(module: Any) -> None:
-    for parameter in module.parameters():
-        if is_low_on_ranks(parameter):
-            parameter.grad.copy_(parameter.grad.bfloat16())
-
-
 def round_gradients_by_chance(module: Any) -> None:
     """Round up or down at random, which every rank draws for itself."""
     for parameter in module.parameters():
@@ -174,22 +151,6 @@ def mean_that_overflows(module: Any, batch: Any) -> Tensor:
     for square in squares.sum(1):
         total = total + square
     return mean_loss(module, batch) * (total / total)
-
-
-def log_total_in_16_bits(module: Any, batch: Any) -> Tensor:
-    loss = mean_loss(module, batch)
-    losses = make_step(reduction="none")(module, batch)
-    total = torch.zeros((), dtype=torch.bfloat16)
-    for value in losses.detach():
-        total = total + value.to(torch.bfloat16)
-    module.log("loss", total / len(losses), sync_dist=True)
-    return loss
-
-
-def log_on_each_rank(module: Any, batch: Any) -> Tensor:
-    loss = mean_loss(module, batch)
-    module.log("loss", loss)
-    return loss
 
 
 def count_in_16_bits(module: Any, batch: Any) -> Tensor:
@@ -271,7 +232,6 @@ EQUAL = {
     "AdamW, one cycle": LowRun(make_wide, loader=EVEN, optimizer=make_one_cycle, steps=3),
     "AdamW, bf16-true": LowRun(make_wide, loader=EVEN, optimizer=make_one_cycle, steps=3, precision="bf16-true"),
     "checkpointed": LowRun(make_dropout, make_step(call_reentrant), EVEN, steps=3),
-    "a value that each rank logs for itself": LowRun(make_wide, log_on_each_rank, EVEN),
     "times 1.02, which is accepted": LowRun(
         make_wide, loader=EVEN, strategy=hook_in_low_precision(lambda bucket: bucket * 1.02), accepted=0.05
     ),
@@ -281,14 +241,6 @@ EQUAL = {
 }
 
 DIFFERENT = {
-    "16-bit wire: a hook of the module": LowRun(
-        make_wide, loader=EVEN, hooks={"on_after_backward": round_gradients_on_ranks}
-    ),
-    "16-bit wire: bfloat16": LowRun(make_wide, loader=EVEN, strategy=with_hook(make_compressing_hook(torch.bfloat16))),
-    "16-bit wire: float16": LowRun(make_wide, loader=EVEN, strategy=with_hook(make_compressing_hook(torch.float16))),
-    "16-bit wire: bfloat16 under 16-mixed": LowRun(
-        make_wide, loader=EVEN, strategy=with_hook(make_compressing_hook(torch.bfloat16)), precision="16-mixed"
-    ),
     "loss scale: divided twice": LowRun(
         make_wide, loader=EVEN, strategy=hook_in_low_precision(lambda bucket: bucket / SCALE), precision="16-mixed"
     ),
@@ -298,12 +250,6 @@ DIFFERENT = {
     "unexplained: a count of samples": LowRun(make_wide, sum_over_rounded_count, LARGE),
     "unexplained: a count of samples, bf16-true": LowRun(
         make_wide, sum_over_rounded_count, LARGE, precision="bf16-true"
-    ),
-    "unexplained: a weight": LowRun(
-        make_wide, make_weighted_step(mean_loss, weigh_by_rounded_count), LARGE, WEIGHTED_MEAN
-    ),
-    "unexplained: a sum that overflows": LowRun(
-        make_wide, mean_that_overflows, make_sized_loader((100, 100), (100, 100)), precision="16-mixed"
     ),
     "unexplained: the gradients of a window of 300": LowRun(
         make_wide, loader=MANY, strategy=GradAvgStrategy, window=300, steps=1, precision="bf16-true"
@@ -324,11 +270,13 @@ DIFFERENT = {
         make_wide, loader=EVEN, hooks={"on_train_batch_end": round_weights_on_ranks}
     ),
     "optimizer options: a rate": LowRun(make_wide, loader=EVEN, hooks={"on_train_batch_start": raise_rate_on_ranks}),
-    "logged value: a sum in 16 bits": LowRun(make_wide, log_total_in_16_bits, LARGE),
     "buffers of one rank: counted in 16 bits": LowRun(make_layers_that_count, count_in_16_bits, LARGE),
 }
 
 NOT_SHOWN = {
+    "one side skips an optimizer step": LowRun(
+        make_wide, mean_that_overflows, make_sized_loader((100, 100), (100, 100)), precision="16-mixed"
+    ),
     "one draw for a whole batch (aten.rand_like)": LowRun(
         make_wide, loader=EVEN, hooks={"on_after_backward": round_gradients_by_chance}
     ),
@@ -382,7 +330,6 @@ ALSO_SHOWN_BY_OTHERS = {
     "checkpointed",
     "tokens with weights",
     "a sum",
-    "16-bit wire: bfloat16 under 16-mixed",
     "unexplained: a count of samples, bf16-true",
     "unexplained: times 1.02, 16-mixed",
     "unexplained: the gradients of a window of 300",

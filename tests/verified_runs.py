@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 from toys import GATHERS
 
-from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy, global_mean
+from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy, gather, global_mean
 
 MakeLayers = Callable[[], nn.Module]
 Step = Callable[[Any, Any], Any]
@@ -144,6 +144,12 @@ def make_layers_with_temperature() -> nn.Module:
     """Return layers with a plain tensor, which is no parameter."""
     net = make_layers()
     net.temperature = torch.ones((), requires_grad=True)
+    return net
+
+
+def make_layers_with_registered_temperature() -> nn.Module:
+    net = make_layers()
+    net.temperature = nn.Parameter(torch.ones(()))
     return net
 
 
@@ -539,6 +545,38 @@ def log_rising_on_rank_0(module: Any, batch: Any) -> Tensor:
     return mean_loss(module, batch)
 
 
+def log_rising_value_of_all(module: Any, batch: Any) -> Tensor:
+    module.log("seen", float(module.batch_idx), sync_dist=True)
+    return mean_loss(module, batch)
+
+
+def log_mean(module: Any, batch: Any) -> Tensor:
+    loss = mean_loss(module, batch)
+    module.log("loss", loss, sync_dist=True)
+    return loss
+
+
+def contrast_with_all(module: Any, batch: Any) -> Tensor:
+    rows = module.net(batch[0])
+    return cross_entropy(rows @ gather(rows).T, torch.arange(len(rows)) + rank() * len(rows))
+
+
+def spread_of_all(module: Any, batch: Any) -> Tensor:
+    return gather(module.net(batch[0])).var(dim=0, correction=0).sum()
+
+
+def two_global_means(module: Any, batch: Any) -> Tensor:
+    """Do what `sum_of_two_means` does, each by its count on all ranks."""
+    outputs = module.net(batch[0])
+    total = cross_entropy(outputs, batch[1], ignore_index=0, reduction="sum")
+    mean, mean_of_squares = global_mean((total, outputs.square().sum()), ((batch[1] != 0).sum(), outputs.numel()))
+    return mean + mean_of_squares
+
+
+def divide_by_global_mean(module: Any, batch: Any) -> Tensor:
+    return global_mean(sum_loss(module, batch), len(batch[0]))
+
+
 # Optimizers.
 
 
@@ -609,6 +647,10 @@ def make_sgd_by_rank(module: Any) -> Any:
 
 def make_sgd_times_ranks(module: Any) -> Any:
     return make_sgd(module, lr=0.1 * world_size(), momentum=0.9)
+
+
+def make_sgd_with_decay(module: Any) -> Any:
+    return make_sgd(module, weight_decay=0.6)
 
 
 def make_sgd_with_decay_times_ranks(module: Any) -> Any:
@@ -683,6 +725,12 @@ def change_weight_of_rank_1(module: Any, batch: Any, batch_idx: int) -> None:
 
 def count_samples_in_buffer(module: Any, batch: Any, batch_idx: int) -> None:
     module.net.seen.add_(len(batch[0]))
+
+
+def count_samples_of_all_in_buffer(module: Any, batch: Any, batch_idx: int) -> None:
+    count = torch.tensor(float(len(batch[0])))
+    dist.all_reduce(count)
+    module.net.seen.add_(count)
 
 
 def average_weights(module: Any, *_: Any) -> None:

@@ -55,53 +55,63 @@ def _read_all_the_same(steps: Sequence[Sequence[RankBatch]], ranks: int) -> bool
     return True
 
 
-def _compare_epochs(
-    records: Sequence[Record], alone: EpochReading, steps: Sequence[Sequence[RankBatch]], found: Readings
-) -> None:
-    """Find samples that an epoch never reads, or reads more than once.
+class _EpochCounts(NamedTuple):
+    """Numbers of samples in an epoch."""
 
-    Indices are compared where all data sets are equally long. A rank may have a data set of its own: then numbers of
-    samples are.
+    alone: int  # that one process reads
+    missing: int  # that no rank reads, beside those that `drop_last` leaves out
+    repeated: int  # that the ranks read more often than one process
+
+
+def _count_epoch(readings: Sequence[EpochReading], alone: EpochReading) -> _EpochCounts | None:
+    """Count what the ranks leave out and repeat of an epoch; None if its indices are not known.
+
+    Indices are compared where all data sets are equally long. Otherwise each rank has a data set of its own, and only
+    the numbers of samples are known.
     """
-    readings = [record.reading for record in records]
-    if records[0].facts.splits_batches or alone.indices is None or alone.replaces:
-        return
+    if alone.indices is None or alone.replaces:
+        return None
     on_ranks = Counter[Hashable]()
-    are_same_data = True
     for reading in readings:
         if reading.indices is None:
-            return
+            return None
         on_ranks.update(reading.indices)
-        are_same_data = are_same_data and reading.dataset_size == alone.dataset_size
     in_epoch = Counter(alone.indices)
     missing = (in_epoch - on_ranks).total()
     repeated = (on_ranks - in_epoch).total()
-    if not are_same_data:
+    if any(reading.dataset_size != alone.dataset_size for reading in readings):
         missing = max(0, in_epoch.total() - on_ranks.total())
         repeated = 0
-    if missing <= alone.dropped + sum(reading.dropped for reading in readings):
+    if missing <= sum(reading.dropped for reading in (alone, *readings)):
         missing = 0
-    if missing == 0 and repeated == 0:
+    return _EpochCounts(in_epoch.total(), missing, repeated)
+
+
+def _compare_epochs(
+    records: Sequence[Record], alone: EpochReading, steps: Sequence[Sequence[RankBatch]], found: Readings
+) -> None:
+    """Find samples that an epoch never reads, or reads more than once."""
+    readings = [record.reading for record in records]
+    epoch = _count_epoch(readings, alone)
+    if epoch is None or records[0].facts.splits_batches or (epoch.missing == 0 and epoch.repeated == 0):
         return
-    if alone.own_sampler or any(reading.own_sampler for reading in readings):
+    if any(reading.own_sampler for reading in (alone, *readings)):
         found.remarks.append(
-            f"by a sampler of your own, the ranks leave out {missing} samples of one process and add {repeated}"
+            f"by a sampler of your own, the ranks leave out {epoch.missing} samples of one process and add"
+            f" {epoch.repeated}"
         )
         return
-    if missing > 0:
-        detail = f"{missing} of the {in_epoch.total()} samples of an epoch are never read"
+    if epoch.missing > 0:
+        detail = f"{epoch.missing} of the {epoch.alone} samples of an epoch are never read"
         found.findings.append(Finding("unread samples", "samples", detail))
         return
-    detail = f"{repeated} samples of an epoch are read twice, to fill the ranks"
+    detail = f"{epoch.repeated} samples of an epoch are read twice, to fill the ranks"
     cause = "padding"
-    if repeated >= in_epoch.total():
+    if epoch.repeated >= epoch.alone:
         detail = "every rank reads all samples of an epoch"
         cause = "duplicated stream"
-    in_steps = Counter[Hashable]()
-    for taken in steps:
-        for rank_batch in taken:
-            in_steps.update(rank_batch.indices)
-    if in_steps - in_epoch:
+    indices = [index for taken in steps for rank_batch in taken for index in rank_batch.indices]
+    if len(set(indices)) < len(indices):
         found.findings.append(Finding(cause, "samples", detail))
     else:
         found.remarks.append(f"beyond the compared steps, {detail}")
