@@ -174,7 +174,7 @@ def _of_change(evidence: Evidence, seen: Seen, records: Sequence[Record]) -> Exp
         if values.any() and torch.equal(values.to(dtype).double(), values):
             name_of_type = str(dtype).removeprefix("torch.")
             return Explanation("16-bit wire", f"every element of the gradient is a {name_of_type} number")
-    changed = _place_of_change(seen, records, evidence.near)
+    changed = _place_of_change(seen, records[0])
     if evidence.factor is not None:
         cause = "multiple"
         if evidence.is_close(evidence.factor, 1 / evidence.world_size):
@@ -193,33 +193,27 @@ def _of_change(evidence: Evidence, seen: Seen, records: Sequence[Record]) -> Exp
 
 
 class _PlaceOfChange(NamedTuple):
-    """What may have changed a gradient; empty if that is not known."""
+    """What may have changed a gradient; empty if that is not known, or may be several."""
 
     where: str = ""
     line: str = ""
 
 
-def _place_of_change(seen: Seen, records: Sequence[Record], near: float) -> _PlaceOfChange:
-    """Return the one hook or line that may have changed a gradient beside its reduction."""
-    first = records[0]
-    multiplies = first.facts.is_gradavg and first.facts.rule.name != "mean"  # what the hook returns
-    for buckets in zip(*(record.steps[seen.step].buckets for record in records), strict=False):
-        after = buckets[0].after
-        if multiplies or after is None or any(len(bucket.before) != len(after) for bucket in buckets):
-            continue
-        mean = torch.stack([bucket.before for bucket in buckets]).mean(0)
-        if gap_between(after, mean) > near:
-            where = f"the communication hook `{first.comm_hook}` does not return the mean of the ranks' gradients"
-            if first.comm_hook_at is None:
-                return _PlaceOfChange(where)
-            return _PlaceOfChange(f"{where}; it begins in", str(first.comm_hook_at))
-    # If both a hook and a line are left that may have changed the gradient, neither is named.
-    written = written_gradient(seen, first)
-    hooks = [first.parameter_hooks[name] for name in sorted(seen.names) if name in first.parameter_hooks]
-    if len(hooks) == len(seen.names) and not written:
-        return _PlaceOfChange(f"`{min(seen.names)}` has a hook that begins in", str(hooks[0]))
-    if written and not hooks:
-        return _PlaceOfChange("after the backward, the gradient was last written in", written)
+def _place_of_change(seen: Seen, record: Record) -> _PlaceOfChange:
+    """Return the hook or the line that changes a gradient beside its reduction, if it is the only one that may."""
+    places = []
+    if record.comm_hook:
+        line = "" if record.comm_hook_at is None else str(record.comm_hook_at)
+        places.append(_PlaceOfChange(f"the gradients are reduced by the communication hook `{record.comm_hook}`", line))
+    for name in sorted(seen.names):
+        if name in record.parameter_hooks:
+            places.append(_PlaceOfChange(f"`{name}` has a hook that begins in", str(record.parameter_hooks[name])))
+            break
+    written = written_gradient(seen, record)
+    if written:
+        places.append(_PlaceOfChange("after the backward, the gradient was last written in", written))
+    if len(places) == 1:
+        return places[0]
     return _PlaceOfChange()
 
 

@@ -201,7 +201,8 @@ def read_epoch(loader: Any, batches: Sequence[Sequence[SampleId]] = ()) -> Epoch
     state = random_state()
     try:
         read = list(islice(loader.batch_sampler, _MOST_BATCHES))
-        dataset_size = len(loader.dataset)
+        dataset: Any = loader.dataset
+        dataset_size = len(dataset)
     except Exception:  # noqa: BLE001  # of the user's sampler or data set
         return EpochReading(samples, batch_size)
     finally:

@@ -105,9 +105,10 @@ def judge_precision(
     )
     gaps: list[_Gap] = []
     try:
+        alone = _alone(records, twin)
         finding = _difference_between_ranks(records)
         if finding is None:
-            finding = _first_difference(records, twin, precision, tolerance, gaps)
+            finding = _first_difference(records, alone, twin, tolerance, gaps)
     except Refused as error:
         report = replace(report, remarks=[str(error)], uncompared=STAGES[2:])
     else:
@@ -121,11 +122,24 @@ def judge_precision(
     return replace(report, rounding=Rounding(largest.ratio, MOST, largest.found, largest.explained, name, DRAWS))
 
 
+def _alone(records: Sequence[Record], twin: Twin) -> Record:
+    """Train on one process, and return its record; raise `Refused` if it cannot be compared with those of the ranks."""
+    alone = twin.train_in_precision(None)
+    for record in (*records, alone):
+        if record.problem:
+            raise Refused(record.problem)
+    problem = draws_problem(records, alone)
+    if problem:
+        raise Refused(problem)
+    return alone
+
+
 def _first_difference(
-    records: Sequence[Record], twin: Twin, precision: str, tolerance: float, gaps: list[_Gap]
+    records: Sequence[Record], alone: Record, twin: Twin, tolerance: float, gaps: list[_Gap]
 ) -> Finding | None:
     """Return the first difference to one process that rounding does not explain; `gaps` get all that was compared."""
-    for gap in _gaps(records, twin, precision, tolerance):
+    precision = str(twin.precision)
+    for gap in _gaps(records[0], alone, twin, precision, tolerance):
         gaps.append(gap)
         if gap.ratio > MOST:
             return _explained(gap, records[0].steps[gap.step].loss_scale, precision)
@@ -139,9 +153,6 @@ def _first_difference(
 
 def _difference_between_ranks(records: Sequence[Record]) -> Finding | None:
     """Return the first difference between ranks, which hold the same bits after a reduction."""
-    for record in records:
-        if record.problem:
-            raise Refused(record.problem)
     for record in records[1:]:
         for seen in compare_records(record, records[0], _ROUNDING_OF_FLOAT32):
             if seen.stage == "buffers":
@@ -151,19 +162,13 @@ def _difference_between_ranks(records: Sequence[Record]) -> Finding | None:
     return None
 
 
-def _gaps(records: Sequence[Record], twin: Twin, precision: str, tolerance: float) -> Iterator[_Gap]:
+def _gaps(run: Record, alone: Record, twin: Twin, precision: str, tolerance: float) -> Iterator[_Gap]:
     """Yield the largest measure of each stage of each step of a run."""
-    alone = twin.train_in_precision(None)
-    if alone.problem:
-        raise Refused(alone.problem)
-    drawn_by_chance = draws_problem(records, alone)
-    if drawn_by_chance:
-        raise Refused(drawn_by_chance)
     draws = []
     for seed in range(DRAWS):
         draws.append(twin.train_in_precision(Perturbation(PRECISIONS[precision], seed)))
     before: dict[int, Tensors] = {}  # weights before the step, by the id of the record
-    for position, (step, expected_step) in enumerate(zip(records[0].steps, alone.steps, strict=False)):
+    for position, (step, expected_step) in enumerate(zip(run.steps, alone.steps, strict=False)):
         if _course_of(step) != _course_of(expected_step):
             raise Refused(
                 f"in step {position}, one side skips an optimizer step, or takes another one: a loss scaler skips where"
@@ -172,9 +177,9 @@ def _gaps(records: Sequence[Record], twin: Twin, precision: str, tolerance: floa
         draws = [draw for draw in draws if _takes_same_step(draw, position, expected_step)]
         if len(draws) < _FEWEST_DRAWS:
             raise Refused(f"rounding alone decides whether the loss scaler skips step {position}")
-        runs = [records[0], alone, *draws]
+        runs = [run, alone, *draws]
         for index, stage in enumerate(step.stages):
-            found, expected, *of_draws = [_compared(run, position, index, before) for run in runs]
+            found, expected, *of_draws = [_compared(record, position, index, before) for record in runs]
             if not step.is_skipped and (found or expected):
                 yield _largest_gap(position, stage.stage, found, expected, of_draws, tolerance / MOST)
 

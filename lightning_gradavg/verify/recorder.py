@@ -36,7 +36,6 @@ from lightning_gradavg.verify.draws import Draws, of_no_sample
 from lightning_gradavg.verify.lines import GRADIENT_OF, Writes, line_of_function
 from lightning_gradavg.verify.loading import NO_COLLATE_FN, Loading, read_epoch, seed_process
 from lightning_gradavg.verify.records import (
-    Bucket,
     Plateau,
     RankBatch,
     Record,
@@ -128,7 +127,6 @@ class Recorder(Callback):
         self.loading = Loading()
         self.mode = Draws(double=double)
         self._writes = Writes()
-        self._buckets: list[Bucket] = []
         self.record = Record(scopes=self.mode.scopes)
         self._plateaus: list[Any] = []  # Lightning's `LRSchedulerConfig` of each
         self._first_epochs: list[int] = []  # of the schedulers of `_plateaus`
@@ -169,7 +167,7 @@ class Recorder(Callback):
             stack.enter_context(fetched_here(self.loading.watch))
             # Compiled functions draw and round where no dispatch mode sees it.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(_comm_hooks_paused(self.mode, self._note_bucket))
+            stack.enter_context(_comm_hooks_paused(self.mode))
             stack.enter_context(self._writes)
             stack.enter_context(self._batch_scope)
             try:
@@ -333,15 +331,7 @@ class Recorder(Callback):
         self._computed_samples += samples
 
     def on_after_backward(self, *_: object) -> None:
-        """Note what a communication hook made of the gradients, and watch them: the module's hooks may change them."""
-        with self.mode.paused():
-            for bucket in self._buckets:
-                gradients = [
-                    parameter.grad.reshape(-1) for parameter in bucket.parameters if parameter.grad is not None
-                ]
-                if gradients:
-                    bucket.after = sketch(torch.cat(gradients))
-                bucket.parameters = []
+        """Watch the gradients, which hooks of the module may change."""
         for name, parameter in self._weights():
             if parameter.grad is not None:
                 self._writes.watch(f"{GRADIENT_OF}{name}", parameter.grad)
@@ -357,11 +347,6 @@ class Recorder(Callback):
     @property
     def _scaler(self) -> torch.amp.GradScaler | None:
         return getattr(self.plugin, "scaler", None)
-
-    def _note_bucket(self, bucket: dist.GradBucket) -> None:
-        """Note the gradients that a communication hook is about to reduce."""
-        if self.record.comm_hook:
-            self._buckets.append(Bucket(bucket.parameters(), sketch(bucket.buffer())))
 
     def _gradients(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor | None]]:
         """Yield the gradients of an optimizer's tensors by their names."""
@@ -410,8 +395,6 @@ class Recorder(Callback):
             return
         self._take_stage("weights", self._weights())
         self._take_stage("buffers", self._compared_buffers())
-        for bucket in self._buckets:
-            bucket.parameters = []  # left by a backward past Lightning, and too large for a record
         self.record.steps.append(
             RecordedStep(
                 self._epoch,
@@ -421,14 +404,12 @@ class Recorder(Callback):
                 self._loss_scale,
                 is_skipped,
                 self._writes.places,
-                self._buckets,
                 self.mode.common_drawn,
                 self.mode.drawn_in_hooks,
             )
         )
         self._window = []
         self._stages = []
-        self._buckets = []
         self._writes.places = {}
         self.mode.common_drawn = []
         self.mode.drawn_in_hooks = []
@@ -491,8 +472,8 @@ def _prepare_shards(module: nn.Module) -> None:
 
 
 @contextmanager
-def _comm_hooks_paused(mode: Draws, note: Callable[[dist.GradBucket], None]) -> Iterator[None]:
-    """Have DDP's communication hooks that are registered within run outside of a mode, and note what they reduce.
+def _comm_hooks_paused(mode: Draws) -> Iterator[None]:
+    """Have DDP's communication hooks that are registered within run outside of a mode.
 
     They compute in the types that they state, such as `fp16_compress_hook`, and not in float64.
     """
@@ -502,7 +483,6 @@ def _comm_hooks_paused(mode: Draws, note: Callable[[dist.GradBucket], None]) -> 
         @functools.wraps(hook)  # DDP checks the annotations, and logs the name
         def paused(state: object, bucket: dist.GradBucket) -> object:
             with mode.paused():
-                note(bucket)
                 return hook(state, bucket)
 
         register(model, state, paused)

@@ -14,7 +14,6 @@ from lightning_gradavg.verify.lines import CodeLine
 from lightning_gradavg.verify.sketches import Tensors
 
 __all__ = [
-    "Bucket",
     "DrawnNumbers",
     "EpochReading",
     "Plateau",
@@ -103,21 +102,6 @@ class StageTensors(NamedTuple):
 
 
 @dataclass
-class Bucket:
-    """Gradients that a communication hook of the user reduced together.
-
-    Attributes:
-        parameters: Their parameters, in order; emptied when the gradients are read, or the step ends.
-        before: A sketch of the gradients of this rank.
-        after: One of what the hook made of those of all ranks; None if that is not known.
-    """
-
-    parameters: list[Tensor]
-    before: Tensor
-    after: Tensor | None = None
-
-
-@dataclass
 class RecordedStep:
     """What one global batch does, in order.
 
@@ -129,7 +113,6 @@ class RecordedStep:
         loss_scale: By which a loss scaler multiplied the loss; 1 without one.
         is_skipped: Whether the scaler skipped the optimizer's step, as a gradient overflowed.
         writes: Where weights, buffers and gradients were last written in place, by their names.
-        buckets: What a communication hook of the user reduced.
         common_draws: Random numbers that were drawn behind the backward, or by an optimizer.
         drawn_in_hooks: Digests of those that communication hooks drew.
     """
@@ -141,7 +124,6 @@ class RecordedStep:
     loss_scale: float = 1.0
     is_skipped: bool = False
     writes: dict[str, CodeLine] = field(default_factory=dict)
-    buckets: list[Bucket] = field(default_factory=list)
     common_draws: list[DrawnNumbers] = field(default_factory=list)
     drawn_in_hooks: list[bytes] = field(default_factory=list)
 
