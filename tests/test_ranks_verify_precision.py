@@ -280,7 +280,7 @@ NOT_SHOWN = {
     "one draw for a whole batch (aten.rand_like)": LowRun(
         make_wide, loader=EVEN, hooks={"on_after_backward": round_gradients_by_chance}
     ),
-    "one draw for a whole batch (aten.rand)": LowRun(
+    "one draw for a whole batch (in a communication hook)": LowRun(
         make_wide, loader=EVEN, strategy=hook_in_low_precision(lambda bucket: bucket + 1e-6 * torch.rand(len(bucket)))
     ),
     "no gradient of the compared steps is finite": LowRun(make_wide, loader=EVEN, precision="16-mixed", scale=2.0**40),

@@ -34,7 +34,11 @@ def _parser() -> argparse.ArgumentParser:
         "module", nargs="?", metavar="NAME", help="the model, a class or function: package.module:Net or train.py:Net"
     )
     target.add_argument("--model", metavar="NAME", help="the same, together with --config")
-    target.add_argument("--data", metavar="NAME", help="the data, a data module or a function that returns a loader")
+    target.add_argument(
+        "--data",
+        metavar="NAME",
+        help="the data: train.py:Data, a LightningDataModule, or a function that returns a loader",
+    )
     target.add_argument(
         "--init", **repeatable, type=_assignment, metavar="NAME=VALUE", help="an argument of the module; repeatable"
     )
@@ -47,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         **repeatable,
         type=_assignment,
         metavar="NAME=VALUE",
-        help="an option of the Trainer, its value as JSON or a plain string; repeatable",
+        help="an option of the Trainer, such as accumulate_grad_batches=4, its value as JSON or a string; repeatable",
     )
     settings = parser.add_argument_group("how")
     settings.add_argument("--devices", type=int, default=2, metavar="N", help="processes (default: 2)")
@@ -67,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tolerance",
         type=float,
         metavar="X",
-        help="largest relative difference that counts as equal (default: 1e-8, or 1e-4 with --single)",
+        help="largest relative difference that counts as equal (default: 1e-8, with --single 1e-4; see --precision)",
     )
     settings.add_argument(
         "--seed", type=int, default=0, metavar="N", help="the seed if the config has none (default: 0)"
@@ -93,7 +97,7 @@ def _assignment(text: str) -> tuple[str, Any]:
     """Return name and value of `NAME=VALUE`, whose value is JSON or a plain string."""
     name, equals, value = text.partition("=")
     if not name or not equals:
-        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, such as accumulate_grad_batches=4, got {text!r}")
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:

@@ -103,9 +103,9 @@ class Draws(TorchDispatchMode):
         if isinstance(result, tuple):  # dropout returns its mask, too
             numbers = result[-1]
         drawn = self.drawn if self.is_of_samples else self.common_drawn
-        own = DrawnNumbers(str(func.overloadpacket), numbers.detach().clone(), running_line())
+        own = DrawnNumbers(str(func.overloadpacket), numbers.detach(), running_line())
         position = len(drawn)
-        drawn.append(own)
+        drawn.append(own._replace(numbers=_compact(own.numbers)))
         parts = self.parts if self.is_of_samples else self.common_parts
         if not parts or self.problem:
             return result
@@ -134,14 +134,23 @@ class Draws(TorchDispatchMode):
         return joined
 
 
+def _compact(numbers: Tensor) -> Tensor:
+    """Return a copy of numbers; of a mask, which may be as large as all activations, as booleans."""
+    mask = numbers.bool()
+    if torch.equal(mask.to(numbers.dtype), numbers):
+        return mask
+    return numbers.clone()
+
+
 def _joined(numbers: Sequence[Tensor], own: Tensor) -> Tensor | None:
     """Return the numbers of parts along the dimension in which they add up to a tensor; None if there is none.
 
     Numbers that all parts have in common stay as they are. Other dimensions may be shorter, as of padded texts.
     """
+    numbers = [part.to(own.dtype) for part in numbers]
     first = numbers[0]
     if first.shape == own.shape and all(torch.equal(first, part) for part in numbers):
-        return first.to(own.dtype)
+        return first
     for dim in range(own.ndim):
         if sum(part.shape[dim] for part in numbers) != own.shape[dim]:
             continue

@@ -231,8 +231,8 @@ class Target:
             )
         if data is None and not is_overridden("train_dataloader", module):
             raise ValueError(
-                f"there is no training data: give --data train.py:data, or let {type(module).__name__} have a"
-                " train_dataloader()"
+                "there is no training data: give --data train.py:data, a function that returns a loader, or --data"
+                f" train.py:Data, a LightningDataModule, or let {type(module).__name__} have a train_dataloader()"
             )
         data_arguments = {}
         if isinstance(data, LightningDataModule):
