@@ -37,8 +37,10 @@ from verified_runs import (
     ScaledByRank,
     Step,
     Texts,
+    add_noise_to_batch,
     add_noise_to_gradients,
     add_seeded_noise_to_gradients,
+    add_up_in_hook,
     average_weights,
     average_weights_by_ranks,
     call_and_write,
@@ -93,6 +95,7 @@ from verified_runs import (
     make_batch_norm_and_dropout,
     make_batch_norm_in_evaluation,
     make_batch_norm_of_nodes,
+    make_clamped_layers,
     make_communication_hook,
     make_contrastive_step,
     make_dropout,
@@ -395,6 +398,7 @@ EQUAL = {
     ),
     "a sampler of your own": Run(loader=make_plain_loader(make_sampler=make_sampler_in_turn)),
     # Random numbers that all ranks draw behind one seed, of the shape of weights.
+    "noise of a hook that transfers batches": Run(hooks={"on_after_batch_transfer": add_noise_to_batch}),
     "seeded noise of gradients": Run(hooks={"on_before_optimizer_step": add_seeded_noise_to_gradients}),
     "Langevin steps by a generator with a seed": Run(optimizer=make_seeded_langevin),
     # Types.
@@ -594,6 +598,8 @@ DIFFERENT = {
     ),
     "gradient hooks: every rank clips its norm": Run(strategy=with_hook(make_communication_hook(clip_norm))),
     "16-bit wire: float16": Run(strategy=with_hook(fp16_compress_hook)),
+    "multiple: a communication hook that adds up": Run(strategy=with_hook(add_up_in_hook), factor=2.0),
+    "non-decomposable loss: gradients that hooks clamp": Run(make_clamped_layers),
     "multiple: of a loss that compares samples": make_sampled_run(
         step=make_scaled_step(world_size, make_contrastive_step("lightning_gradavg")),
         factor=2.0,
@@ -752,6 +758,8 @@ LINES = {
     "counts: weights of replicas": WEIGHTS,
     "double division: a communication hook": IN_COMMUNICATION_HOOK,
     "gradient hooks: every rank clips its norm": IN_COMMUNICATION_HOOK,
+    "multiple: a communication hook that adds up": "def add_up_in_hook(",
+    "non-decomposable loss: gradients that hooks clamp": "lambda gradient: gradient.clamp(-0.01, 0.01)",
     "multiple: times 1.004": IN_COMMUNICATION_HOOK,
     "multiple: a hook after the backward": "parameter.grad.mul_(world_size())",
     "unexplained: shards that are clipped by a norm of their own": "shard.mul_(0.01 / norm)",
@@ -849,6 +857,7 @@ NOT_SHOWN = {
     "(aten.randn_like): it belongs to no sample": Run(
         hooks={"on_before_optimizer_step": add_noise_to_gradients}, says=["parameter.grad.add_(torch.randn_like("]
     ),
+    "an operator draws what it does not return (aten.rrelu_with_noise": Run(lambda: make_layers(nn.RReLU())),
     "one draw for a whole batch (aten.normal_)": Run(optimizer=make_langevin),
     "collate_fn draws random numbers": make_sampled_run(loader=make_plain_loader(collate_fn=collate_in_random_order)),
     "a batch of another size draws other random numbers (aten.bernoulli_)": make_sampled_run(

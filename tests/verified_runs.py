@@ -136,6 +136,13 @@ def make_layers_with_tiny_gradient() -> nn.Module:
     return make_layers(change=lambda net: net[0].bias.register_hook(lambda gradient: 1e-9 * world_size() * gradient))
 
 
+def make_clamped_layers() -> nn.Module:
+    net = make_layers()
+    for parameter in net.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return net
+
+
 def make_layers_with_buffer() -> nn.Module:
     return make_layers(change=lambda net: net.register_buffer("seen", torch.zeros(())))
 
@@ -671,6 +678,11 @@ def make_one_cycle(module: Any) -> Any:
 # Hooks of the module, and communication hooks.
 
 
+def add_noise_to_batch(module: Any, batch: Any, dataloader_idx: int) -> Any:
+    inputs, classes = batch
+    return inputs + 0.1 * torch.randn_like(inputs), classes
+
+
 def read_length_of_loader(module: Any) -> None:
     len(module.trainer.train_dataloader)
 
@@ -755,6 +767,12 @@ def make_communication_hook(change: Callable[[Tensor], Tensor]) -> Callable[...,
         return allreduce_hook(state, bucket)
 
     return hook
+
+
+def add_up_in_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Be a communication hook that returns the sum over the ranks."""
+    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return future.then(lambda reduced: reduced.value()[0])
 
 
 def clip_norm(bucket: Tensor) -> Tensor:

@@ -26,6 +26,10 @@ __all__ = ["Draws", "of_no_sample"]
 _LOW_TYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
+_DRAWN_WITHIN = ("rrelu", "attention", "rnn", "fused_dropout")
+"""Parts of the names of operators whose results are no random numbers, but computed with some that are not returned."""
+
+
 def of_no_sample(operator: str, where: str = "") -> str:
     """Return why a draw cannot be compared that every rank makes for itself."""
     return (
@@ -122,6 +126,9 @@ class Draws(TorchDispatchMode):
     def _drawn_again(self, own: DrawnNumbers, of_parts: Sequence[DrawnNumbers | None]) -> Tensor | None:
         """Return what the parts drew, joined; None, and a problem, if that is not possible."""
         where = "" if own.line is None else f"; drawn in {own.line}"
+        if any(part in own.operator for part in _DRAWN_WITHIN):
+            self.problem = f"an operator draws what it does not return ({own.operator}){where}"
+            return None
         numbers = []
         for draw in of_parts:
             if draw is None or draw.operator != own.operator or draw.numbers.ndim != own.numbers.ndim:

@@ -44,7 +44,7 @@ def explain_gradient(evidence: Evidence, seen: Seen, records: Sequence[Record]) 
     if uses_global_mean(records[0].scopes) and not _is_plain_mean(evidence):
         return Explanation("weighed global mean", f"{evidence.multiple}: the run weighs the ranks' losses once more")
     if not evidence.right:
-        return _of_compared_samples(evidence, records)
+        return _of_compared_samples(evidence, seen, records)
     if evidence.has_other_losses:
         return _of_losses(evidence)
     explanation = _of_combination(evidence, records)
@@ -63,7 +63,7 @@ def _is_plain_mean(evidence: Evidence) -> bool:
     return torch.equal(weights, shares["mean"])
 
 
-def _of_compared_samples(evidence: Evidence, records: Sequence[Record]) -> Explanation:
+def _of_compared_samples(evidence: Evidence, seen: Seen, records: Sequence[Record]) -> Explanation:
     """Return why the gradient of a batch is no combination of those of its parts."""
     facts, multiple = evidence.facts, evidence.multiple
     if facts.replicas is not None:
@@ -81,7 +81,8 @@ def _of_compared_samples(evidence: Evidence, records: Sequence[Record]) -> Expla
         detail += f", also without batch norm: {where}"
     if evidence.factor is not None and len(evidence.whole) > 1:  # one number is a multiple of any other
         return Explanation("multiple", multiple)
-    return Explanation("non-decomposable loss", detail)
+    changed = _place_of_change(seen, records[0])
+    return Explanation("non-decomposable loss", detail, changed.where, changed.line)
 
 
 def _of_losses(evidence: Evidence) -> Explanation:

@@ -103,7 +103,7 @@ class _Judge:
         if drawn_by_chance:
             # Ranks draw other numbers than one process then, so what depends on them differs for no other reason.
             remarks.append(drawn_by_chance)
-            uncompared.update(dict.fromkeys(STAGES[2:]))
+            uncompared.update(dict.fromkeys(stage for stage in STAGES if stage not in _BESIDE_DRAWS))
             in_training = self._differences_beside_draws(alone)
         else:
             in_training = self._differences_between_ranks()
