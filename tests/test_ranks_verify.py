@@ -40,6 +40,7 @@ from verified_runs import (
     add_noise_to_batch,
     add_noise_to_gradients,
     add_seeded_noise_to_gradients,
+    add_up_count_of_batches,
     add_up_in_hook,
     average_weights,
     average_weights_by_ranks,
@@ -654,6 +655,9 @@ DIFFERENT = {
     "buffers of one rank: of its samples": Run(
         make_layers_with_buffer, hooks={"on_train_batch_start": count_samples_in_buffer}
     ),
+    "buffers of one rank: that a collective adds up": Run(
+        make_layers_with_buffer, hooks={"on_train_batch_start": add_up_count_of_batches}
+    ),
     "logged value: summed over the ranks": make_sampled_run(
         step=log_sum_over_ranks, factor=2.0, says=["in the logged values", "the training is the same"]
     ),
@@ -768,6 +772,7 @@ LINES = {
     "weights beside the gradient: an average": "0.1 * world_size())",
     "weights beside the gradient: of a shard": "module.net[0].weight.detach().to_local()[0, 0] += 1e-3",
     "buffers of one rank: of its samples": "module.net.seen.add_(len(batch[0]))",
+    "buffers of one rank: that a collective adds up": "dist.all_reduce(module.net.seen)",
     "buffers of one rank: shards": "module.net.seen.add_(1)",
     "buffers of one rank: of replicas": "module.net.seen.add_(1)",
 }

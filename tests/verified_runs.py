@@ -730,6 +730,11 @@ def count_batches_on_rank_1(module: Any, batch: Any, batch_idx: int) -> None:
         module.net.seen.add_(1)
 
 
+def add_up_count_of_batches(module: Any, batch: Any, batch_idx: int) -> None:
+    module.net.seen.add_(1)
+    dist.all_reduce(module.net.seen)
+
+
 def change_weight_of_rank_1(module: Any, batch: Any, batch_idx: int) -> None:
     if batch_idx == 1 and rank() == 1:
         module.net[2].weight.data[0, 0] += 1e-3
