@@ -294,7 +294,10 @@ class Recorder(Callback):
             draws.append([])
         self.mode.drawn = draws[piece]
         self.mode.is_of_samples = True
-        seed_process(f"step {len(self.record.steps)} {self.record.rank} {len(self._window)} {piece}")
+        # Python's and NumPy's generators are seen within `training_step` alone, so elsewhere all ranks draw the same.
+        step = len(self.record.steps)
+        seed_process(f"step {step}")
+        torch.default_generator.manual_seed(hash((step, self.record.rank, len(self._window), piece)))
 
     def _training_step(
         self, user_step: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
