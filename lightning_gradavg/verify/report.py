@@ -120,9 +120,7 @@ class Finding:
             lines.append(f"note: {CAUSES[self.cause].plain} ({self.cause})")
         lines.append(self.detail)
         if self.where:
-            lines.append(self.where)
-            if self.line and self.line != self.where:
-                lines[-1] += f" {self.line}"
+            lines.append(f"{self.where} {self.line}".rstrip())
         difference = self.difference
         # Numbers say nothing where they are NaN, as for tensors of different sizes.
         if difference is not None and math.isfinite(difference.found) and math.isfinite(difference.expected):
