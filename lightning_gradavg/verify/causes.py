@@ -22,7 +22,8 @@ class Cause(NamedTuple):
 
     def for_shards(self) -> Cause:
         """Return the cause with the names of the strategies that shard a model."""
-        return self._replace(advice=_with_names_for_shards(self.advice), code=_with_names_for_shards(self.code))
+        advice, code = _with_names_for_shards(self.advice), _with_names_for_shards(self.code)
+        return Cause(self.plain, self.text, advice, code)
 
 
 def _with_names_for_shards(text: str) -> str:
