@@ -14,7 +14,7 @@ from sphinx.ext.intersphinx import InventoryAdapter
 
 import lightning_gradavg
 from lightning_gradavg.cli import main
-from lightning_gradavg.verify.report import CAUSES
+from lightning_gradavg.verify.causes import CAUSES
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -20,7 +20,8 @@ from toys import MemoryLogger, Toy
 import lightning_gradavg as package
 from lightning_gradavg import GradAvgStrategy, fabric
 from lightning_gradavg.cli import main
-from lightning_gradavg.verify.report import EXIT_CODES, SCHEMA, Difference, Finding, Report
+from lightning_gradavg.verify.report import EXIT_CODES, SCHEMA, Finding, Report
+from lightning_gradavg.verify.sketches import Difference
 
 
 def words(text: str) -> list[str]:
@@ -188,18 +189,18 @@ def test_the_json_of_plan(capsys):
 
 
 def test_the_json_of_verify():
-    """The keys of `gradavg verify --json`, schema 3; and a code for each verdict, none that of wrong usage."""
+    """The keys of `gradavg verify --json`, schema 4; and a code for each verdict, none that of wrong usage."""
     assert {"equal": 0, "different": 1, "not shown": 3} == EXIT_CODES
     difference = Difference("weight", 0.5, 1.0, 2.0, 0.5)
     finding = Finding("sum loss", "reduced gradient", "detail", difference=difference)
     read = Report("", "", 2, 1, 1e-8, [finding]).as_dict()
-    assert 3 == SCHEMA == read["schema"]
+    assert 4 == SCHEMA == read["schema"]
     assert words(
         "schema equal verdict stages strategy reduction world_size steps tolerance findings remarks precision baseline"
-        " rounding"
+        " rounding uncompared absent"
     ) == list(read)
     assert "differs" == read["stages"]["reduced gradient"]
-    assert words("cause stage detail step difference advice diff note module line where") == list(read["findings"][0])
+    assert words("cause stage detail step difference advice diff note line where") == list(read["findings"][0])
     assert words("name relative found expected factor") == list(read["findings"][0]["difference"])
 
 

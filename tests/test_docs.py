@@ -20,7 +20,7 @@ from structure import JOURNEYS, travel
 import lightning_gradavg
 from lightning_gradavg import GradAvgStrategy, Place
 from lightning_gradavg.rules import RULES
-from lightning_gradavg.verify.report import CAUSES
+from lightning_gradavg.verify.causes import CAUSES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/*.md"))]

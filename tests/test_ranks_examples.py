@@ -135,7 +135,7 @@ def test_a_config_alone_trains_and_proves(tmp_path):
     """LightningCLI trains what the config file says, and `gradavg verify` finds the steps of one process."""
     started("-m", "examples.cli", "fit", "--config", EXAMPLES / "config.yaml", folder=tmp_path)
     printed = started("-m", "lightning_gradavg", "verify", "--config", EXAMPLES / "config.yaml", folder=tmp_path)
-    assert "EQUAL: every step matches one process." in printed
+    assert "EQUAL to one process with batch " in printed
 
 
 STRATEGY_OF_EIGHT_RANKS = """
@@ -158,7 +158,7 @@ def test_a_sharded_model_is_verified_on_fewer_ranks(tmp_path):
     (tmp_path / "train.py").write_text(STRATEGY_OF_EIGHT_RANKS)
     names = ["train.py:Transformer", "--data", "train.py:data", "--strategy", "train.py:make_strategy"]
     printed = started("-m", "lightning_gradavg", "verify", *names, "--trainer", "max_epochs=1", folder=tmp_path)
-    assert "EQUAL: every step matches one process." in printed
+    assert "EQUAL to one process with batch " in printed
     assert "GradAvgModelParallelStrategy, reduction 'weighted_mean', ranks: 2, optimizer steps: 3" in printed
 
 

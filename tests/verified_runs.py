@@ -5,10 +5,10 @@ A row is built on every rank of a run, and again in the one process that judges 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import cycle
 from types import MethodType
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 from toys import GATHERS
 
-from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy, global_mean
+from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy, gather, global_mean
 
 MakeLayers = Callable[[], nn.Module]
 Step = Callable[[Any, Any], Any]
@@ -136,6 +136,13 @@ def make_layers_with_tiny_gradient() -> nn.Module:
     return make_layers(change=lambda net: net[0].bias.register_hook(lambda gradient: 1e-9 * world_size() * gradient))
 
 
+def make_clamped_layers() -> nn.Module:
+    net = make_layers()
+    for parameter in net.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return net
+
+
 def make_layers_with_buffer() -> nn.Module:
     return make_layers(change=lambda net: net.register_buffer("seen", torch.zeros(())))
 
@@ -144,6 +151,12 @@ def make_layers_with_temperature() -> nn.Module:
     """Return layers with a plain tensor, which is no parameter."""
     net = make_layers()
     net.temperature = torch.ones((), requires_grad=True)
+    return net
+
+
+def make_layers_with_registered_temperature() -> nn.Module:
+    net = make_layers()
+    net.temperature = nn.Parameter(torch.ones(()))
     return net
 
 
@@ -167,6 +180,17 @@ class FrozenEncoder(Texts):
             rows = self.layers(self.table(batch), src_key_padding_mask=batch == 0)
         # It leaves out what is padding in all texts.
         return self.out(pad(rows, (0, 0, 0, batch.shape[1] - rows.shape[1])))
+
+
+class NoisyLinear(nn.Linear):
+    """Moves its weight, whose first dimension is a multiple of the batch, by noise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight + 0.1 * torch.randn_like(self.weight), self.bias)
+
+
+def make_noisy_layers() -> nn.Module:
+    return nn.Sequential(NoisyLinear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 class RecurrentNorm(nn.Module):
@@ -215,7 +239,8 @@ mean_loss = make_step()
 sum_loss = make_step(reduction="sum")
 # The mean over the samples of other classes, as over tokens that are not padding.
 mean_loss_without_class_0 = make_step(ignore_index=0)
-mean_loss_of_weighted_classes = make_step(weight=torch.tensor([1.0, 5.0, 2.0]))
+CLASS_WEIGHTS = torch.tensor([1.0, 0.1, 0.3])
+mean_loss_of_weighted_classes = make_step(weight=CLASS_WEIGHTS)
 
 
 def call_compiled(net: nn.Module, x: Tensor) -> Tensor:
@@ -267,6 +292,10 @@ def one_over_ranks() -> float:
     return 1 / world_size()
 
 
+def infinite() -> float:
+    return math.inf
+
+
 def hundredth_of_ranks() -> float:
     return 0.01 * world_size()
 
@@ -279,6 +308,11 @@ def scale_by_calls(module: Any, batch: Any) -> Any:
 
 def make_weighted_step(step: Step, weight: Callable[[Any], Tensor]) -> Step:
     return lambda module, batch: {"loss": step(module, batch), "weight": weight(batch).sum()}
+
+
+def weigh_by_class(batch: Any) -> Tensor:
+    """Return the weights of a class-weighted mean, which a plain float32 tensor has."""
+    return CLASS_WEIGHTS[batch[1]]
 
 
 def count_without_class_0(batch: Any) -> Tensor:
@@ -318,21 +352,9 @@ def global_means(module: Any, batch: Any) -> Tensor:
     return mean + mean_of_counted
 
 
-def spread(outputs: Tensor) -> Tensor:
-    """Return a loss that depends on all samples of a batch together."""
-    return outputs.var(dim=0, correction=0).sum()
-
-
 def spread_of_batch(module: Any, batch: Any) -> Tensor:
-    return spread(module.net(batch[0]))
-
-
-def outputs_of_batch(module: Any, batch: Any) -> dict[str, Tensor]:
-    return {"outputs": module.net(batch[0])}
-
-
-def mean_loss_of_batch(module: Any, batch: Any) -> dict[str, Tensor]:
-    return {"loss": mean_loss(module, batch)}
+    """Return a loss that depends on all samples of a batch together."""
+    return module.net(batch[0]).var(dim=0, correction=0).sum()
 
 
 def mean_within_vmap(module: Any, batch: Any) -> Tensor:
@@ -530,6 +552,38 @@ def log_rising_on_rank_0(module: Any, batch: Any) -> Tensor:
     return mean_loss(module, batch)
 
 
+def log_rising_value_of_all(module: Any, batch: Any) -> Tensor:
+    module.log("seen", float(module.batch_idx), sync_dist=True)
+    return mean_loss(module, batch)
+
+
+def log_mean(module: Any, batch: Any) -> Tensor:
+    loss = mean_loss(module, batch)
+    module.log("loss", loss, sync_dist=True)
+    return loss
+
+
+def contrast_with_all(module: Any, batch: Any) -> Tensor:
+    rows = module.net(batch[0])
+    return cross_entropy(rows @ gather(rows).T, torch.arange(len(rows)) + rank() * len(rows))
+
+
+def spread_of_all(module: Any, batch: Any) -> Tensor:
+    return gather(module.net(batch[0])).var(dim=0, correction=0).sum()
+
+
+def two_global_means(module: Any, batch: Any) -> Tensor:
+    """Do what `sum_of_two_means` does, each by its count on all ranks."""
+    outputs = module.net(batch[0])
+    total = cross_entropy(outputs, batch[1], ignore_index=0, reduction="sum")
+    mean, mean_of_squares = global_mean((total, outputs.square().sum()), ((batch[1] != 0).sum(), outputs.numel()))
+    return mean + mean_of_squares
+
+
+def divide_by_global_mean(module: Any, batch: Any) -> Tensor:
+    return global_mean(sum_loss(module, batch), len(batch[0]))
+
+
 # Optimizers.
 
 
@@ -564,6 +618,30 @@ def make_lbfgs(module: Any) -> Any:
     return torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=3)
 
 
+class Langevin(torch.optim.SGD):
+    """SGD that adds noise to the weights behind each step."""
+
+    generator: torch.Generator | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                noise = torch.empty_like(parameter).normal_(generator=self.generator)
+                parameter.add_(0.01 * noise)
+        return loss
+
+
+def make_langevin(module: Any) -> Any:
+    return Langevin(module.parameters(), lr=0.1)
+
+
+def make_seeded_langevin(module: Any) -> Any:
+    optimizer = make_langevin(module)
+    optimizer.generator = torch.Generator().manual_seed(3)
+    return optimizer
+
+
 def make_adams(module: Any) -> Any:
     """Return an optimizer for each child of the net."""
     return [torch.optim.Adam(child.parameters(), 0.01) for child in module.net.children()]
@@ -576,6 +654,10 @@ def make_sgd_by_rank(module: Any) -> Any:
 
 def make_sgd_times_ranks(module: Any) -> Any:
     return make_sgd(module, lr=0.1 * world_size(), momentum=0.9)
+
+
+def make_sgd_with_decay(module: Any) -> Any:
+    return make_sgd(module, weight_decay=0.6)
 
 
 def make_sgd_with_decay_times_ranks(module: Any) -> Any:
@@ -596,6 +678,11 @@ def make_one_cycle(module: Any) -> Any:
 # Hooks of the module, and communication hooks.
 
 
+def add_noise_to_batch(module: Any, batch: Any, dataloader_idx: int) -> Any:
+    inputs, classes = batch
+    return inputs + 0.1 * torch.randn_like(inputs), classes
+
+
 def read_length_of_loader(module: Any) -> None:
     len(module.trainer.train_dataloader)
 
@@ -613,6 +700,11 @@ def multiply_gradients_by_ranks(module: Any) -> None:
 def add_noise_to_gradients(module: Any, optimizer: Any) -> None:
     for parameter in module.parameters():
         parameter.grad.add_(torch.randn_like(parameter))
+
+
+def add_seeded_noise_to_gradients(module: Any, optimizer: Any) -> None:
+    torch.manual_seed(module.global_step)
+    add_noise_to_gradients(module, optimizer)
 
 
 def clip_norm_of_shards(module: Any, optimizer: Any) -> None:
@@ -638,6 +730,11 @@ def count_batches_on_rank_1(module: Any, batch: Any, batch_idx: int) -> None:
         module.net.seen.add_(1)
 
 
+def add_up_count_of_batches(module: Any, batch: Any, batch_idx: int) -> None:
+    module.net.seen.add_(1)
+    dist.all_reduce(module.net.seen)
+
+
 def change_weight_of_rank_1(module: Any, batch: Any, batch_idx: int) -> None:
     if batch_idx == 1 and rank() == 1:
         module.net[2].weight.data[0, 0] += 1e-3
@@ -645,6 +742,12 @@ def change_weight_of_rank_1(module: Any, batch: Any, batch_idx: int) -> None:
 
 def count_samples_in_buffer(module: Any, batch: Any, batch_idx: int) -> None:
     module.net.seen.add_(len(batch[0]))
+
+
+def count_samples_of_all_in_buffer(module: Any, batch: Any, batch_idx: int) -> None:
+    count = torch.tensor(float(len(batch[0])))
+    dist.all_reduce(count)
+    module.net.seen.add_(count)
 
 
 def average_weights(module: Any, *_: Any) -> None:
@@ -661,14 +764,6 @@ def stop_in_one_process(module: Any, *_: Any) -> None:
     module.trainer.should_stop = world_size() == 1
 
 
-def spread_at_step_end(module: Any, outputs: dict[str, Tensor]) -> Tensor:
-    return spread(outputs["outputs"])
-
-
-def mean_at_step_end(module: Any, outputs: dict[str, Tensor]) -> Tensor:
-    return outputs["loss"].mean()
-
-
 def make_communication_hook(change: Callable[[Tensor], Tensor]) -> Callable[..., torch.futures.Future[Tensor]]:
     """Return a communication hook that changes each rank's bucket before they are averaged."""
 
@@ -677,6 +772,12 @@ def make_communication_hook(change: Callable[[Tensor], Tensor]) -> Callable[...,
         return allreduce_hook(state, bucket)
 
     return hook
+
+
+def add_up_in_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Be a communication hook that returns the sum over the ranks."""
+    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return future.then(lambda reduced: reduced.value()[0])
 
 
 def clip_norm(bucket: Tensor) -> Tensor:
@@ -795,6 +896,11 @@ def make_sampler_in_turn() -> list[int]:
     return in_turn([*range(32)])
 
 
+def make_sampler_by_halves() -> list[int]:
+    """Return a user's sampler that gives rank 0 the first half of the indices."""
+    return [*range(32)][PARTS["halves"](rank(), world_size())]
+
+
 def make_sampler_in_other_orders() -> list[int]:
     """Return a user's sampler that deals indices in an order of its own on each rank, so some are left out."""
     generator = torch.Generator().manual_seed(rank())
@@ -837,10 +943,6 @@ def make_stream_loader(part: str, read: Callable[[Any], Iterator[Any]] = iter) -
 def read_moved(rows: Iterable[Any]) -> Iterator[Any]:
     """Yield other rows on every rank but the first."""
     return ((x + rank(), y) for x, y in rows)
-
-
-def read_moved_without_end(rows: Iterable[Any]) -> Iterator[Any]:
-    return read_moved(cycle(rows))
 
 
 def load_sharded_by_hand() -> DataLoader[Any]:

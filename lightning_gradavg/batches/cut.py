@@ -27,7 +27,17 @@ from lightning_gradavg._support.tree import data_digest
 from lightning_gradavg.batches.chunks import Split
 from lightning_gradavg.batches.streams import PassPlace
 
-__all__ = ["CollatedSamples", "LoadedBatch", "Probe", "Probed", "Request", "indices_copy", "stream_copy"]
+__all__ = [
+    "CollatedSamples",
+    "CutDataset",
+    "LoadedBatch",
+    "Probe",
+    "Probed",
+    "Request",
+    "StreamCollator",
+    "indices_copy",
+    "stream_copy",
+]
 
 
 class Probe(NamedTuple):
@@ -63,12 +73,17 @@ class LoadedBatch(NamedTuple):
     probed: Probed | None
 
 
-class _CutDataset(Dataset[Any]):
-    """The user's dataset and `collate_fn`, asked for all pieces of a rank at once."""
+class CutDataset(Dataset[Any]):
+    """The user's dataset and `collate_fn`, asked for all pieces of a rank at once.
+
+    Attributes:
+        dataset: The user's dataset.
+        collate: The user's `collate_fn`.
+    """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.dataset = loader.dataset
-        self._collate = loader.collate_fn
+        self.collate = loader.collate_fn
         self._collates_samples = loader.batch_sampler is not None
 
     def __getitems__(self, request: Request) -> LoadedBatch:
@@ -86,7 +101,7 @@ class _CutDataset(Dataset[Any]):
         return LoadedBatch(request.number, pieces, probed)
 
     def _collated(self, indices: Any) -> Any:
-        return self._collate(self._loaded(indices))
+        return self.collate(self._loaded(indices))
 
     def _loaded(self, indices: Any) -> Any:
         """Return samples, as torch's fetcher loads them (`_MapDatasetFetcher.fetch`)."""
@@ -119,11 +134,11 @@ class _CutDataset(Dataset[Any]):
             samples.extend(of_part)
         try:
             with drawing_from(probe.key):
-                whole = self._collate(list(samples))
+                whole = self.collate(list(samples))
             parts: list[Any] = []
             for of_part in loaded:
                 with drawing_from(probe.key):
-                    parts.append(self._collate(of_part))
+                    parts.append(self.collate(of_part))
             return difference_of_parts(whole, parts)
         except Exception as error:  # noqa: BLE001  # a comparison must not end a run that trains
             return f"a comparison that failed with {error!r:.200}"
@@ -242,7 +257,7 @@ def indices_copy(
         name = "sampler"
     changed: dict[str, Any] = {
         name: sampler,
-        "dataset": _CutDataset(loader),
+        "dataset": CutDataset(loader),
         "collate_fn": _as_it_is,
         "worker_init_fn": _WorkerInit(worker_init_fn),
         "generator": generator,
@@ -258,12 +273,12 @@ class CollatedSamples(NamedTuple):
     pieces: list[Any]  # each of the user's own type
 
 
-class _StreamCollator:
+class StreamCollator:
     """Collates this rank's pieces of a batch that every rank reads, in the place of the user's `collate_fn`."""
 
     # A class, not a closure: workers that are spawned get it pickled.
     def __init__(self, collate: Callable[[list[Any]], Any], split: Split, place: PassPlace) -> None:
-        self._collate = collate
+        self.collate = collate
         self._split = split
         self._place = place
         self._batches = 0  # that this process has collated, which are those of one worker in one pass
@@ -280,7 +295,7 @@ class _StreamCollator:
                 seed, loader, pass_number = self._place
                 key = stream_key(seed, "collate", loader, pass_number, worker_id, self._batches, number)
             with drawing_from(key):
-                pieces.append(self._collate(samples[piece.start : piece.stop]))
+                pieces.append(self.collate(samples[piece.start : piece.stop]))
         self._batches += 1
         return CollatedSamples(len(samples), digest, pieces)
 
@@ -295,7 +310,7 @@ def stream_copy(
     """
     return cloned(
         loader,
-        collate_fn=_StreamCollator(loader.collate_fn, split, place),
+        collate_fn=StreamCollator(loader.collate_fn, split, place),
         worker_init_fn=worker_init_fn,
         persistent_workers=False,
     )

@@ -13,7 +13,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
-from lightning_gradavg.verify.run import UserRun, as_list, imported, user_run_of
+from lightning_gradavg.verify.target import UserRun, as_list, imported, user_run_of
 
 __all__ = ["read_config", "read_names"]
 

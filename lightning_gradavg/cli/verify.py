@@ -6,15 +6,16 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_gradavg.cli import OneLineParser
 from lightning_gradavg.cli.lightning import read_config, read_names
-from lightning_gradavg.verify.report import CAUSES, EXIT_CODES, Report, explanation
-from lightning_gradavg.verify.run import Settings, Target, UserRun, resolve_strategy, verify_target
+from lightning_gradavg.verify.causes import CAUSES, explanation
+from lightning_gradavg.verify.report import EXIT_CODES
+from lightning_gradavg.verify.run import Settings, verify_target
+from lightning_gradavg.verify.target import Target, UserRun, resolve_strategy
 
 __all__ = ["main", "names_a_gradavg_strategy"]
 
@@ -33,7 +34,11 @@ def _parser() -> argparse.ArgumentParser:
         "module", nargs="?", metavar="NAME", help="the model, a class or function: package.module:Net or train.py:Net"
     )
     target.add_argument("--model", metavar="NAME", help="the same, together with --config")
-    target.add_argument("--data", metavar="NAME", help="the data, a data module or a function that returns a loader")
+    target.add_argument(
+        "--data",
+        metavar="NAME",
+        help="the data: train.py:Data, a LightningDataModule, or a function that returns a loader",
+    )
     target.add_argument(
         "--init", **repeatable, type=_assignment, metavar="NAME=VALUE", help="an argument of the module; repeatable"
     )
@@ -46,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         **repeatable,
         type=_assignment,
         metavar="NAME=VALUE",
-        help="an option of the Trainer, its value as JSON or a plain string; repeatable",
+        help="an option of the Trainer, such as accumulate_grad_batches=4, its value as JSON or a string; repeatable",
     )
     settings = parser.add_argument_group("how")
     settings.add_argument("--devices", type=int, default=2, metavar="N", help="processes (default: 2)")
@@ -66,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tolerance",
         type=float,
         metavar="X",
-        help="largest relative difference that counts as equal (default: 1e-8, or 1e-4 with --single)",
+        help="largest relative difference that counts as equal (default: 1e-8, with --single 1e-4; see --precision)",
     )
     settings.add_argument(
         "--seed", type=int, default=0, metavar="N", help="the seed if the config has none (default: 0)"
@@ -92,7 +97,7 @@ def _assignment(text: str) -> tuple[str, Any]:
     """Return name and value of `NAME=VALUE`, whose value is JSON or a plain string."""
     name, equals, value = text.partition("=")
     if not name or not equals:
-        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, such as accumulate_grad_batches=4, got {text!r}")
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:
@@ -109,17 +114,6 @@ def names_a_gradavg_strategy(module: str) -> bool:
     file = Path(module.rpartition(":")[0])
     # Bytes: a script may say that it has another encoding than UTF-8.
     return file.suffix == ".py" and file.is_file() and b"GradAvgStrategy" in file.read_bytes()
-
-
-def _without_strategy_diffs(report: Report) -> Report:
-    """Return a report without the changes that add a strategy, for a script that has one."""
-    findings = []
-    for finding in report.findings:
-        if "GradAvgStrategy" in finding.diff:
-            findings.append(replace(finding, diff=""))
-        else:
-            findings.append(finding)
-    return replace(report, findings=findings)
 
 
 def _target(args: argparse.Namespace, further: Sequence[str]) -> Target:
@@ -174,7 +168,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         first_line = "This verifies the strategy ddp: --strategy is not given, and verify does not read your Trainer."
         if names_a_gradavg_strategy(args.model or args.module):
             first_line += " The script names a GradAvgStrategy: verify it with --strategy."
-            report = _without_strategy_diffs(report)
     if args.json:
         print(json.dumps(report.as_dict(), indent=2))
         return EXIT_CODES[report.verdict]

@@ -56,8 +56,8 @@ def verify(
         ValueError: If an option is out of range.
         RuntimeError: If one of the processes failed, with the last line of the user's code.
     """
-    from lightning_gradavg.verify import run  # noqa: PLC0415  # a script that trains does not need it
+    from lightning_gradavg.verify import run, target  # noqa: PLC0415  # a script that trains does not need them
 
     settings = run.Settings(devices, steps, accelerator, single, tolerance, precision)
-    target = run.Target(partial(run.user_run_of, module, data), {**trainer_options, "strategy": strategy}, seed)
-    return run.verify_target(target, settings, ignore)
+    read = partial(target.user_run_of, module, data)
+    return run.verify_target(target.Target(read, {**trainer_options, "strategy": strategy}, seed), settings, ignore)

@@ -1,387 +1,211 @@
-"""Random numbers that belong to samples, whatever batch these are in, and operators in float64.
+"""Random numbers that one process draws as the ranks did, and operators in float64.
 
-A draw for a whole batch, such as one dropout mask of shape `(8, 64)`, consists of the draws of its samples: a number
-depends on the sample and on its place in what the sample draws, not on the batch, nor on the length to which the sample
-is padded. Draws that belong to no sample are noted: what depends on them cannot be shown.
+Ranks record what every operator drew. The one process runs the same operators on the samples of all ranks, and gets
+what the ranks drew, one after the other along the dimension of the samples. So a dropout mask of shape `(8, 64)` is
+made of two of shape `(4, 64)`, also where texts are padded to other lengths. What has no such dimension, such as the
+noise of a weight, belongs to no sample: it is comparable if all ranks drew the same, as behind a seed of the user's.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_gradavg._lightning.internals import TorchDispatchMode, writes_in_place
 from lightning_gradavg._support.tree import leaves, mapped
-from lightning_gradavg.verify.trace import Place
+from lightning_gradavg.verify.lines import running_line
+from lightning_gradavg.verify.records import DrawnNumbers
 
-__all__ = ["ROW_PRODUCT", "SAMPLE_CHOICE", "TOTAL_IN_16_BITS", "TYPES_OF_16_BITS", "Draw", "Draws"]
-
-ROW_PRODUCT = "a product of rows"
-"""In `Draws.step_operators`: a product of the batch's rows with each other, as a contrastive loss has."""
-
-SAMPLE_CHOICE = "a choice of samples"
-"""There, too: the samples were sorted, or the largest of them taken."""
-
-TOTAL_IN_16_BITS = "a total in 16 bits"
-"""There, too: one number, such as a sum or a count, was computed or stored in a 16-bit type."""
-
-_TOTALS = ("aten.sum", "aten.mean", "aten.add", "aten.add_", "aten._to_copy")
-TYPES_OF_16_BITS = (torch.bfloat16, torch.float16)
-
-_CHOICES = ("aten.topk", "aten.sort", "aten.kthvalue")
+__all__ = ["Draws", "of_no_sample"]
 
 _LOW_TYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
-# Of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), as signed integers.
-_GAMMA = -7046029254386353131
-_FIRST_MULTIPLIER = -4658895280553007687
-_SECOND_MULTIPLIER = -7723592293110705685
+
+_DRAWN_WITHIN = ("rrelu", "attention", "rnn", "fused_dropout")
+"""Parts of the names of operators whose results are no random numbers, but computed with some that are not returned."""
 
 
-class Draw(NamedTuple):
-    """One draw of a batch."""
-
-    operator: str
-    dim: int  # the dimension of its result along which the samples are; -1 if there is none
-    place: Place | None = None  # where it was drawn
-
-
-def _unknown_place() -> Place | None:
-    return None
-
-
-class _SampleDim(NamedTuple):
-    """Where the samples of a batch are in a tensor."""
-
-    dim: int  # -1 if no dimension is theirs
-    per_sample: int  # the positions along `dim` that one sample has
-
-
-def _number_of(*what: object) -> int:
-    """Return a number of 56 bits that depends on the representation of some objects; it fits a seed and an int64."""
-    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=7).digest(), "big")
-
-
-def _mixed(values: Tensor) -> Tensor:
-    """Return well mixed 64-bit integers, as splitmix64 makes them."""
-    mixed = values * _GAMMA
-    mixed = _xor_shifted(mixed, 30) * _FIRST_MULTIPLIER
-    mixed = _xor_shifted(mixed, 27) * _SECOND_MULTIPLIER
-    return _xor_shifted(mixed, 31)
-
-
-def _xor_shifted(values: Tensor, bits: int) -> Tensor:
-    # int64 shifts copies of the sign into the upper bits. splitmix64 works on unsigned integers, which shift in zeros.
-    unsigned_bits = (1 << (64 - bits)) - 1
-    shifted: Tensor = values ^ ((values >> bits) & unsigned_bits)
-    return shifted
-
-
-def _along(dim: int, values: Tensor, ndim: int) -> Tensor:
-    """Return a vector as a tensor of `ndim` dimensions that lies along one of them."""
-    shape = [1] * ndim
-    shape[dim] = -1
-    return values.reshape(shape)
-
-
-def _uniform_numbers(shape: Sequence[int], samples: _SampleDim, seeds: Sequence[int], device: torch.device) -> Tensor:
-    """Return numbers between 0 and 1, each of which depends on the seed of its sample and on its place there."""
-    ndim = len(shape)
-    positions = torch.arange(shape[samples.dim], device=device)
-    of_sample = torch.tensor(seeds, device=device)[positions // samples.per_sample]
-    mixed = _along(samples.dim, _mixed(of_sample + _mixed(positions % samples.per_sample)), ndim)
-    for dim in range(ndim):
-        if dim == samples.dim:
-            continue
-        # The place is added, and not the size: so padding to another length leaves the first places as they are
-        # (test_a_place_draws_the_same_at_any_length).
-        places = torch.arange(1, shape[dim] + 1, device=device)
-        mixed = _mixed(mixed + _along(dim, places, ndim))
-    # A float64 holds 53 bits. Half a unit is added, because `ndtri` and `log1p` are infinite at 0 and 1.
-    upper_bits = (mixed >> 11) & ((1 << 53) - 1)
-    return (upper_bits.double() + 0.5) * 2.0**-53
-
-
-# What operators make of uniform numbers. Each function gets numbers between 0 and 1, of the shape of the operator's
-# result, and the operator's positional arguments.
-
-
-def _rand(uniform: Tensor, *_: object) -> Tensor:
-    return uniform
-
-
-def _randn(uniform: Tensor, *_: object) -> Tensor:
-    return _normal(uniform)
-
-
-def _normal(uniform: Tensor, mean: Tensor | float = 0.0, deviation: Tensor | float = 1.0, *_: object) -> Tensor:
-    drawn: Tensor = mean + deviation * torch.special.ndtri(uniform)
-    return drawn
-
-
-def _normal_in_place(uniform: Tensor, _: Tensor, *mean_and_deviation: float) -> Tensor:
-    return _normal(uniform, *mean_and_deviation)
-
-
-def _uniform_in_place(uniform: Tensor, _: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
-    return low + (high - low) * uniform
-
-
-def _exponential_in_place(uniform: Tensor, _: Tensor, rate: float = 1.0) -> Tensor:
-    return -torch.log1p(-uniform) / rate
-
-
-def _bernoulli_in_place(uniform: Tensor, _: Tensor, probability: Tensor | float = 0.5) -> Tensor:
-    drawn: Tensor = uniform < probability
-    return drawn
-
-
-def _bernoulli(uniform: Tensor, probabilities: Tensor, probability: float | None = None) -> Tensor:
-    if probability is not None:
-        return uniform < probability
-    return uniform < probabilities
-
-
-def _native_dropout(uniform: Tensor, values: Tensor, dropped: float, *_: object) -> tuple[Tensor, Tensor]:
-    mask = uniform < 1 - dropped
-    if dropped == 1:
-        return values * mask, mask
-    return values * mask / (1 - dropped), mask
-
-
-def _integers(uniform: Tensor, bounds: Sequence[int]) -> Tensor | None:
-    """Return integers below one bound, or between two; None without any, where the type sets the bounds."""
-    if not bounds:
-        return None
-    low = 0
-    if len(bounds) > 1:
-        low = bounds[0]
-    high = bounds[-1]
-    return (low + uniform * (high - low)).floor()
-
-
-def _randint(uniform: Tensor, *bounds_and_size: Any) -> Tensor | None:
-    return _integers(uniform, bounds_and_size[:-1])
-
-
-def _random_in_place(uniform: Tensor, _: Tensor, *bounds: int) -> Tensor | None:
-    return _integers(uniform, bounds)
-
-
-_FORMS: Mapping[str, Callable[..., Tensor | tuple[Tensor, Tensor] | None]] = {
-    "aten.rand": _rand,
-    "aten.rand_like": _rand,
-    "aten.randn": _randn,
-    "aten.randn_like": _randn,
-    "aten.uniform_": _uniform_in_place,
-    "aten.normal_": _normal_in_place,
-    "aten.normal": _normal,
-    "aten.exponential_": _exponential_in_place,
-    "aten.bernoulli_": _bernoulli_in_place,
-    "aten.bernoulli": _bernoulli,
-    "aten.native_dropout": _native_dropout,
-    "aten.randint": _randint,
-    "aten.randint_like": _random_in_place,
-    "aten.random_": _random_in_place,
-}
-"""By operator. What an operator that is not listed draws belongs to no sample."""
+def of_no_sample(operator: str, where: str = "") -> str:
+    """Return why a draw cannot be compared that every rank makes for itself."""
+    return (
+        f"one draw for a whole batch ({operator}): it belongs to no sample; every rank draws its own, and one process"
+        f" draws one{where}"
+    )
 
 
 class Draws(TorchDispatchMode):
-    """Lets operators draw for each sample separately, and compute in float64 if `double`.
+    """Records what operators draw, or draws what was recorded, and computes in float64 if `double`.
 
-    The recorder enters it when a batch arrives, and leaves it when the batch ends. It sets `sample_keys` and `trace`
-    before every batch, and `sample_keys` again for every piece of a batch.
+    The recorder enters it when a batch arrives, and leaves it when the batch ends.
 
     Attributes:
-        paused: Whether operators run as they are. Communication hooks run so.
+        is_paused: Whether operators run as they are. Communication hooks run so.
         last_operator: The operator that ran last, for an error of one that has no float64.
-        sample_keys: Keys of the samples of the running batch, in order: micro-batch, rank, and place in the batch.
-        likely_dim: The dimension that is tried first for the samples, 0 or 1: 1 within recurrent layers.
-        shared: Operators that drew for no single sample, in order, each with the place of its first draw.
-        place: Returns where code runs. The recorder sets it.
-        trace: The draws of the running batch.
-        collectives: Names of the collective operations that ran.
+        is_of_samples: Whether samples are computed: not in an optimizer, and not behind the backward.
+        drawn: What the samples that are computed drew.
+        common_drawn: What was drawn where no samples are computed. The recorder empties it when a step ends.
+        drawn_in_hooks: Digests of what communication hooks drew.
+        parts: What each part of the batch drew, if one process draws that again.
+        common_parts: What each rank drew behind the backwards of the step.
+        problem: Why random numbers cannot be compared; "" if they can.
         scopes: Names of the scopes of `torch.profiler.record_function` that were entered.
-        is_in_step: Whether `training_step` runs.
-        weight_storages: Addresses of the weights, whose products with a batch compare no samples.
-        step_operators: Names of the operators that ran in it, and what they did beside: `ROW_PRODUCT`, `SAMPLE_CHOICE`,
-            `TOTAL_IN_16_BITS`.
     """
 
     def __init__(self, *, double: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.double = double
-        self.paused = False
+        self.is_paused = False
         self.last_operator = ""
-        self.sample_keys: Sequence[tuple[int, ...]] = [(0, 0, 0)]
-        self.likely_dim = 0
-        self.shared: dict[str, Place | None] = {}
-        self.place: Callable[[], Place | None] = _unknown_place
-        self.trace: list[Draw] = []
-        self.collectives: set[str] = set()
+        self.is_of_samples = True
+        self.drawn: list[DrawnNumbers] = []
+        self.common_drawn: list[DrawnNumbers] = []
+        self.drawn_in_hooks: list[bytes] = []
+        self.parts: Sequence[Sequence[DrawnNumbers]] = ()
+        self.common_parts: Sequence[Sequence[DrawnNumbers]] = ()
+        self.problem = ""
         self.scopes: set[str] = set()
-        self.is_in_step = False
-        self._gathers_shards = False  # whether the next collective is that of `fully_shard`
-        self.weight_storages: set[int] = set()
-        self.step_operators: set[str] = set()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run operators as they are within."""
+        was_paused = self.is_paused
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = was_paused
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator."""
         kwargs = {} if kwargs is None else dict(kwargs)
-        if self.paused:
-            return func(*args, **kwargs)
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if self.is_paused:
+            result = func(*args, **kwargs)
+            if draws and isinstance(result, Tensor):
+                self.drawn_in_hooks.append(hashlib.blake2b(result.double().numpy().tobytes(), digest_size=8).digest())
+            return result
         self.last_operator = str(func)
-        if self.is_in_step:
-            self._note_operator(func, args)
-        if func.namespace == "c10d":
-            self._note_collective(func.name().removeprefix("c10d::").strip("_"))
-        elif func.namespace == "fsdp":
-            # `fully_shard` copies shards by this operator, and gathers them by the next collective.
-            self._gathers_shards = str(func.overloadpacket) == "fsdp.all_gather_copy_in"
-        elif func.namespace == "profiler":
-            for argument in args:
-                if isinstance(argument, str):
-                    self.scopes.add(argument)
-        elif self.double:
+        if func.namespace == "profiler":
+            self.scopes.update(argument for argument in args if isinstance(argument, str))
+        elif self.double and func.namespace not in ("c10d", "fsdp"):  # which take tensors of one type
             args, kwargs = _widened(func, args, kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            return self._draw(func, args, kwargs)
+        if not draws:
+            return func(*args, **kwargs)
+        states = _generator_states(args, kwargs)
         result = func(*args, **kwargs)
-        if self.is_in_step and isinstance(result, Tensor) and result.dtype in TYPES_OF_16_BITS:
-            self._note_result(func, result)
-        return result
+        if all(torch.equal(*pair) for pair in zip(states, _generator_states(args, kwargs), strict=True)):
+            return result  # it draws nothing, as attention without dropout
+        return self._recorded_or_drawn_again(func, args, result)
 
-    def _note_result(self, func: Any, result: Tensor) -> None:
-        """Note a 16-bit result of an operator of `training_step`."""
-        if result.numel() == 1 and str(func.overloadpacket) in _TOTALS:
-            self.step_operators.add(TOTAL_IN_16_BITS)
-
-    def _note_collective(self, name: str) -> None:
-        """Note a collective operation, unless `fully_shard` gathers weights by it, and not the user outputs."""
-        if not self._gathers_shards:
-            self.collectives.add(name)
-        self._gathers_shards = False
-
-    def _note_operator(self, func: Any, args: Sequence[Any]) -> None:
-        """Note an operator of `training_step`, which says what a loss may do with several samples."""
-        name = str(func.overloadpacket)
-        self.step_operators.add(name)
-        samples = len(self.sample_keys)
-        if name in _CHOICES and args[0].ndim == 1 and samples > 1 and len(args[0]) % samples == 0:
-            self.step_operators.add(SAMPLE_CHOICE)
-        if name == "aten.mm":
-            rows = args[0].shape[0]
-            is_square = rows > 1 and rows % samples == 0 and args[1].shape[1] == rows
-            # A linear layer without bias has such a product, too, if it has as many outputs as the batch has rows.
-            is_layer = args[1].untyped_storage().data_ptr() in self.weight_storages
-            if is_square and not is_layer:
-                self.step_operators.add(ROW_PRODUCT)
-
-    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator that may draw, and return its result with each sample's own numbers.
-
-        | the operator | returned | noted |
-        |---|---|---|
-        | draws from a generator that the user made | its own result | in `shared` |
-        | left the generators alone, as attention without dropout | its own result | nowhere |
-        | has no form, or a result without a dimension of samples | its own result | in `shared` and `trace` |
-        | any other | each sample's own numbers | in `trace` |
-        """
-        name = str(func.overloadpacket)
-        states_before = _generator_states(args, kwargs)
-        result = func(*args, **kwargs)
-        if any(isinstance(argument, torch.Generator) for argument in (*args, *kwargs.values())):
-            self.shared.setdefault(f"{name}, with a generator of its own", self.place())
-            return result
-        if _are_equal(states_before, _generator_states(args, kwargs)):
-            return result
-
-        tensor = result
+    def _recorded_or_drawn_again(self, func: Any, args: Any, result: Any) -> Any:
+        numbers = result
         if isinstance(result, tuple):  # dropout returns its mask, too
-            tensor = result[0]
-        samples = self._sample_dim(tensor.shape)
-        self.trace.append(Draw(name, samples.dim, self.place()))
-        # Draws form a chain by the CPU's generator. It is left in a state that does not depend on how many numbers the
-        # operator drew, so the next draw is the same in a batch of any size.
-        chain = hashlib.blake2b(states_before[0].numpy().tobytes(), digest_size=8).hexdigest()
-        drawn = None
-        if samples.dim >= 0 and name in _FORMS:
-            seeds = [_number_of(chain, key) for key in self.sample_keys]
-            uniform = _uniform_numbers(tensor.shape, samples, seeds, tensor.device)
-            drawn = _FORMS[name](uniform, *args)
-        torch.default_generator.manual_seed(_number_of(chain, "next"))
-        if drawn is None:
-            self.shared.setdefault(name, self.place())
+            numbers = result[-1]
+        drawn = self.drawn if self.is_of_samples else self.common_drawn
+        own = DrawnNumbers(str(func.overloadpacket), numbers.detach(), running_line())
+        position = len(drawn)
+        drawn.append(own._replace(numbers=_compact(own.numbers)))
+        parts = self.parts if self.is_of_samples else self.common_parts
+        if not parts or self.problem:
             return result
-        if isinstance(drawn, tuple):
-            return drawn
+        again = self._drawn_again(own, [part[position] if position < len(part) else None for part in parts])
+        if again is None:
+            return result
+        if isinstance(result, tuple):
+            kept = max(1 - args[1], 1e-300)  # of dropout: where nothing is kept, the mask is zero
+            return args[0] * again / kept, again
         if writes_in_place(func):
-            return result.copy_(drawn)
-        return drawn.to(tensor.dtype)
+            return result.copy_(again)
+        return again
 
-    def _sample_dim(self, shape: torch.Size) -> _SampleDim:
-        """Return where the samples are in a tensor.
+    def _drawn_again(self, own: DrawnNumbers, of_parts: Sequence[DrawnNumbers | None]) -> Tensor | None:
+        """Return what the parts drew, joined; None, and a problem, if that is not possible."""
+        where = "" if own.line is None else f"; drawn in {own.line}"
+        if any(part in own.operator for part in _DRAWN_WITHIN):
+            self.problem = f"an operator draws what it does not return ({own.operator}){where}"
+            return None
+        numbers = []
+        for draw in of_parts:
+            if draw is None or draw.operator != own.operator or draw.numbers.ndim != own.numbers.ndim:
+                self.problem = f"a batch of another size draws other random numbers ({own.operator}){where}"
+                return None
+            numbers.append(draw.numbers)
+        joined = _joined(numbers, own.numbers)
+        if joined is None:
+            self.problem = of_no_sample(own.operator, where)
+        return joined
 
-        | the tensor | samples |
-        |---|---|
-        | has as many positions along `likely_dim` as there are samples | along this dimension |
-        | has as many along the other of the dimensions 0 and 1 | along the other |
-        | has a multiple of that along dimension 0, as a loss of tokens | along dimension 0, several positions each |
-        | any other | nowhere |
 
-        Outside of recurrent layers, the columns of a matrix are no samples.
-        """
-        number, ndim = len(self.sample_keys), len(shape)
-        if self.likely_dim == 1:
-            dims: tuple[int, ...] = (1, 0)
-        elif ndim > 2:  # noqa: PLR2004  # more than a matrix
-            dims = (0, 1)
-        else:
-            dims = (0,)
-        for dim in dims:
-            if dim < ndim and shape[dim] == number:
-                return _SampleDim(dim, 1)
-        if ndim > 0 and shape[0] > 0 and shape[0] % number == 0:
-            return _SampleDim(0, shape[0] // number)
-        return _SampleDim(-1, 1)
+def _compact(numbers: Tensor) -> Tensor:
+    """Return a copy of numbers; of a mask, which may be as large as all activations, as booleans."""
+    mask = numbers.bool()
+    if torch.equal(mask.to(numbers.dtype), numbers):
+        return mask
+    return numbers.clone()
+
+
+def _joined(numbers: Sequence[Tensor], own: Tensor) -> Tensor | None:
+    """Return the numbers of parts along the dimension in which they add up to a tensor; None if there is none.
+
+    Numbers that all parts have in common stay as they are. Other dimensions may be shorter, as of padded texts.
+    """
+    numbers = [part.to(own.dtype) for part in numbers]
+    first = numbers[0]
+    if first.shape == own.shape and all(torch.equal(first, part) for part in numbers):
+        return first
+    for dim in range(own.ndim):
+        if sum(part.shape[dim] for part in numbers) != own.shape[dim]:
+            continue
+        joined = own.clone()
+        start = 0
+        for part in numbers:
+            place = joined.narrow(dim, start, part.shape[dim])
+            for other in range(own.ndim):
+                if other != dim:
+                    place = place.narrow(other, 0, min(part.shape[other], own.shape[other]))
+            place.copy_(part[tuple(slice(0, size) for size in place.shape)])
+            start += part.shape[dim]
+        return joined
+    return None
 
 
 def _generator_states(args: Sequence[object], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the states of the generators that an operator may draw from, that of the CPU first."""
+    """Return the states of the generators that an operator may draw from."""
     types = {torch.device(kwargs.get("device") or "cpu").type}
-    for argument in args:
+    states = [torch.get_rng_state()]
+    for argument in (*args, *kwargs.values()):
         if isinstance(argument, Tensor):
             types.add(argument.device.type)
-    states = [torch.get_rng_state()]
+        elif isinstance(argument, torch.Generator):
+            states.append(argument.get_state())
     for device_type in sorted(types - {"cpu", "meta"}):
         states.append(getattr(torch, device_type).get_rng_state())
     return states
 
 
-def _are_equal(states: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return all(torch.equal(state, other) for state, other in zip(states, others, strict=True))
-
-
-def _widened(func: object, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments of an operator with float64 in place of lower types, where types are stated or mixed.
+def _widened(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of an operator with float64 in place of lower types.
 
     | the operator | changed |
     |---|---|
     | is given a lower type as `dtype=`, as in `x.float()` or `torch.zeros(2, dtype=torch.float32)` | that type |
-    | has tensors of float64 and of lower types | the tensors of lower types |
-    | any other, as one of lower types alone | nothing |
+    | writes to a tensor of a lower type | its other tensors, if any is float64 |
+    | returns a view of a tensor of a lower type, to which may be written | nothing |
+    | has tensors of lower types | these tensors |
     """
     if kwargs.get("dtype") in _LOW_TYPES:
         kwargs["dtype"] = torch.float64
     types = {leaf.dtype for _, leaf in leaves(args) if isinstance(leaf, Tensor)}
-    if torch.float64 not in types or types.isdisjoint(_LOW_TYPES):
+    if types.isdisjoint(_LOW_TYPES) or func.is_view:
         return args, kwargs
     if writes_in_place(func):  # the first argument is what is written to, and cannot be another tensor
+        if torch.float64 not in types:
+            return args, kwargs
         return (args[0], *mapped(args[1:], _as_float64)), kwargs
     return mapped(args, _as_float64), kwargs
 

@@ -5,8 +5,6 @@
 | "equal" | everything was compared, and nothing differs |
 | "different" | something differs; what could not be compared does not matter then |
 | "not shown" | nothing differs, but something could not be compared; the remarks say what |
-
-`causes.yaml` has the texts of the causes.
 """
 
 from __future__ import annotations
@@ -15,28 +13,23 @@ import math
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from lightning_gradavg._support.tree import mapped
+from lightning_gradavg.verify.causes import CAUSES
+from lightning_gradavg.verify.sketches import Difference
 
 __all__ = [
-    "CAUSES",
     "EXIT_CODES",
     "STAGES",
-    "Cause",
-    "Difference",
+    "Baseline",
     "Finding",
-    "Remedy",
     "Report",
     "Rounding",
-    "explanation",
     "value_in_words",
 ]
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of the JSON output; raised when a field changes its name or its meaning, not when one is added."""
 
 EXIT_CODES: Mapping[str, int] = {"equal": 0, "different": 1, "not shown": 3}
@@ -57,7 +50,6 @@ STAGES = (
 _BESIDE_TRAINING = ("samples", "logged values")
 """Stages of which all steps are compared. A difference in any other ends the comparison of training."""
 
-
 _STAGES_OF_TENSORS = ("initial weights", "reduced gradient", "clipped gradient", "weights", "buffers")
 """Stages whose differences are those of one element of a tensor."""
 
@@ -77,96 +69,6 @@ def value_in_words(stage: str, name: str) -> str:
     return f"`{name}`:"
 
 
-class Remedy(NamedTuple):
-    """What to do about a cause, as a sentence and as a change to the script."""
-
-    advice: str
-    diff: str  # "" if the advice is no change of code
-
-    def for_shards(self) -> Remedy:
-        """Return the remedy with the names of the strategies that shard a model."""
-        return Remedy(_with_names_for_shards(self.advice), _with_names_for_shards(self.diff))
-
-
-def _with_names_for_shards(text: str) -> str:
-    if "lr_scaling" in text:  # only GradAvgStrategy has it
-        return text
-    text = text.replace("GradAvgStrategy", "GradAvgModelParallelStrategy")
-    return text.replace("DDPStrategy", "ModelParallelStrategy")
-
-
-class Cause(NamedTuple):
-    """Why a run on several processes differs from one process; `causes.yaml` says what the fields mean."""
-
-    plain: str
-    text: str
-    advice: str
-    option: str = ""
-    otherwise: str = ""
-    code: str = ""
-
-    def remedy(self, strategy: str, rule: str, used_options: Collection[str]) -> Remedy:
-        """Return advice and a diff for a run with this strategy and rule.
-
-        | the option that fixes the cause | advice | diff |
-        |---|---|---|
-        | the run has it already | `otherwise`, if there is one | `code` |
-        | there is none | `advice` | `code` |
-        | the run does not have it | `advice` | `code`, then the strategy with the option |
-
-        Args:
-            strategy: The name of the run's strategy.
-            rule: The name of its reduction rule.
-            used_options: Names of options that the run uses, or an option with its value, as in
-                'reduction="weighted_mean"'; and "GradAvgStrategy" if its strategy is one.
-        """
-        option_name, _, option_value = self.option.partition("=")
-        is_used = option_name in used_options or self.option in used_options
-        if is_used or option_value == f'"{rule}"':
-            return Remedy(self.otherwise or self.advice, self.code)
-        if not self.option:
-            return Remedy(self.advice, self.code)
-        lines = []
-        if self.code:
-            lines.append(self.code)
-        if "GradAvgStrategy" not in used_options:
-            lines.append("+from lightning_gradavg import GradAvgStrategy")
-        # `...` stands for the options that the user keeps. Here the old rule is replaced, so the diff shows it.
-        old_options = "..."
-        if "GradAvgStrategy" in used_options and option_name == "reduction" and rule != "mean":
-            old_options = f'..., reduction="{rule}"'
-        lines.append(f"-trainer = Trainer(strategy={strategy}({old_options}), ...)")
-        lines.append(f"+trainer = Trainer(strategy=GradAvgStrategy(..., {self.option}), ...)")
-        return Remedy(self.advice, "\n".join(lines))
-
-
-def _read_causes() -> dict[str, Cause]:
-    content = yaml.safe_load(Path(__file__).with_name("causes.yaml").read_text("utf-8"))
-    return {name: Cause(**fields) for name, fields in content.items()}
-
-
-CAUSES: Mapping[str, Cause] = _read_causes()
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Where a tensor of the run differs from that of one process.
-
-    Attributes:
-        name: Its parameter, buffer or value.
-        relative: The largest absolute difference over the largest absolute value.
-        found: The run's value where they differ most.
-        expected: That of one process.
-        factor: Run / one process where everything that differs is that multiple, or None.
-    """
-
-    name: str
-    relative: float
-    found: float
-    expected: float
-    factor: float | None = None
-
-
 @dataclass(frozen=True)
 class Finding:
     """A named cause.
@@ -180,8 +82,7 @@ class Finding:
         advice: What to do about it.
         diff: The same as a change to the script, or "".
         note: Whether it does not make the run different.
-        module: The layer that it names, by its path, or the class of the LightningModule; "" if none is known.
-        line: The line of your code, as in "train.py:31: x = self.norm(x)"; "" if none is known.
+        line: The line of your code, as in "train.py:31: self.seen.add_(len(x))"; "" if none is known.
         where: How the report says this.
     """
 
@@ -193,7 +94,6 @@ class Finding:
     advice: str = ""
     diff: str = ""
     note: bool = False
-    module: str = ""
     line: str = ""
     where: str = ""
 
@@ -204,13 +104,23 @@ class Finding:
             return None
         return self.difference.factor
 
+    @property
+    def place(self) -> str:
+        """The step, the stage and what differs there, with its factor if it is a multiple."""
+        place = f"From step {self.step} on, in the {self.stage}"
+        if self.difference is not None:
+            place += f" of `{self.difference.name}`"
+        if self.factor is not None:
+            place += f", {self.factor:.4g} x that of one process"
+        return place
+
     def __str__(self) -> str:
         lines = []
         if self.note:
             lines.append(f"note: {CAUSES[self.cause].plain} ({self.cause})")
         lines.append(self.detail)
         if self.where:
-            lines.append(self.where)
+            lines.append(f"{self.where} {self.line}".rstrip())
         difference = self.difference
         # Numbers say nothing where they are NaN, as for tensors of different sizes.
         if difference is not None and math.isfinite(difference.found) and math.isfinite(difference.expected):
@@ -248,6 +158,42 @@ class Rounding(NamedTuple):
     draws: int
 
 
+class Baseline(NamedTuple):
+    """The run on one process that the ranks are compared with, beside that of the user's loader.
+
+    Attributes:
+        batch: The samples of all ranks in the first step, which one process takes as one batch.
+        loader_batch: Those of a batch of the user's loader on one process; 0 if it is not known.
+        window: The batches that the Trainer accumulates.
+    """
+
+    batch: int = 0
+    loader_batch: int = 0
+    window: int = 1
+
+    def __str__(self) -> str:
+        """Return the run in words, as in "one process with batch 12. Your loader's batch is 6, so ..."."""
+        if self.batch == 0:
+            return "one process."
+        text = f"one process with batch {self.batch}."
+        batch_of_user = self.loader_batch * self.window
+        if batch_of_user in (0, self.batch):
+            return text
+        own = f"Your loader's batch is {self.loader_batch}"
+        if self.window > 1:
+            own += f", and {self.window} of them are accumulated"
+        how_many = "another number of steps"
+        times, rest = divmod(self.batch, batch_of_user)
+        if rest == 0:
+            how_many = f"{times} times as many steps"
+            if times == 2:  # noqa: PLR2004  # in words
+                how_many = "twice as many steps"
+        return f"{text} {own}, so one process takes {how_many}: see which_run."
+
+
+UNKNOWN_BASELINE = Baseline()
+"""That of a run without a step."""
+
 _NOT_COVERED = (
     "Not covered: a seed that all ranks share (here every sample draws its own numbers), a number of steps that you"
     " compute by hand, and later steps."
@@ -268,8 +214,10 @@ class Report:
         findings: The causes, that of the first difference first.
         remarks: What could not be compared, and why; and what is known of steps beyond those compared.
         precision: What both runs computed in.
-        baseline: Which run on one process this is, and how to reproduce another one.
+        baseline: Which run on one process this is.
         rounding: In a 16-bit precision, how the differences compare with those of rounding; else None.
+        uncompared: The stages that could not be compared.
+        absent: The stages of which the run has nothing, such as buffers.
     """
 
     strategy: str
@@ -280,16 +228,18 @@ class Report:
     findings: Sequence[Finding] = ()
     remarks: Sequence[str] = ()
     precision: str = "float64"
-    baseline: str = ""
+    baseline: Baseline = UNKNOWN_BASELINE
     rounding: Rounding | None = None
+    uncompared: Sequence[str] = ()
+    absent: Sequence[str] = ()
 
     def __bool__(self) -> bool:
         """Return whether the verdict is "equal", so that a test may `assert verify(Net, data)`."""
         return self.equal
 
     def __repr__(self) -> str:
-        """Return the first line and the first finding, which pytest shows if the assertion fails."""
-        lines = [self._headline()]
+        """Return the first lines and the first finding, which pytest shows if the assertion fails."""
+        lines = self._headlines()
         if self.first is not None:
             lines.append(self.first.detail)
         lines += self.remarks
@@ -319,7 +269,10 @@ class Report:
 
     @property
     def stages(self) -> Mapping[str, str]:
-        """All stages, in order: "equal", "differs", "note" where a difference does not count, or "not compared"."""
+        """All stages, in order.
+
+        "equal", "differs", "note" where a difference does not count, "not compared", or "none" if the run has nothing.
+        """
         compared = self._compared_stages()
         statuses = {}
         for stage in STAGES:
@@ -328,10 +281,12 @@ class Report:
                 statuses[stage] = "note"
             elif finding is not None:
                 statuses[stage] = "differs"
-            elif stage in compared:
-                statuses[stage] = "equal"
-            else:
+            elif stage not in compared or stage in self.uncompared:
                 statuses[stage] = "not compared"
+            elif stage in self.absent:
+                statuses[stage] = "none"
+            else:
+                statuses[stage] = "equal"
         return statuses
 
     def _first_finding_of(self, stage: str) -> Finding | None:
@@ -362,7 +317,7 @@ class Report:
         return replace(self, findings=[*findings, *notes])
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what `--json` prints: `schema` (3), `equal`, `verdict`, `stages` and the fields above.
+        """Return what `--json` prints: `schema` (4), `equal`, `verdict`, `stages` and the fields above.
 
         Infinity and NaN are None.
         """
@@ -374,6 +329,7 @@ class Report:
             "stages": self.stages,
             **asdict(self),
         }
+        content["baseline"] = self.baseline._asdict()
         return dict(mapped(content, _none_if_not_finite))
 
     def __str__(self) -> str:
@@ -387,11 +343,9 @@ class Report:
             if finding is not None:
                 where = f"from step {finding.step} on: {finding.cause}"
             body.append(f"{stage:18} {status:13} {where}".rstrip())
-        lines = [self._headline()]
+        lines = self._headlines()
         lines += [textwrap.indent(text, "  ") for text in body]
         lines += ["", self._footer()]
-        if self.baseline:
-            lines.append(self.baseline)
         if self.equal:
             lines.append(_NOT_COVERED)
         return "\n".join(lines)
@@ -411,19 +365,30 @@ class Report:
             f" largest of {rounding.draws} runs that are rounded otherwise). Up to {rounding.most:g} x counts as equal."
         )
 
-    def _headline(self) -> str:
+    def _headlines(self) -> list[str]:
+        """Return the verdict with the run that it is about, and on a line of its own where and why that is so."""
         first = self.first
         if first is not None:
-            plain = CAUSES[first.cause].plain
-            return f"DIFFERENT, from step {first.step} on, in the {first.stage}: {plain} ({first.cause})."
+            return [
+                f"DIFFERENT from {self.baseline}",
+                f"{first.place}: {CAUSES[first.cause].plain} ({first.cause}).",
+            ]
         if not self.equal:
-            return "NOT SHOWN: no step differs from one process, but not everything could be compared."
+            missing = [stage for stage, status in self.stages.items() if status == "not compared"]
+            lines = [f"NOT SHOWN to equal {self.baseline}"]
+            if missing:
+                lines.append(f"Not compared: {', '.join(missing)}.")
+            return lines
+        how = "EQUAL to"
+        if self.rounding is not None:
+            how = "EQUAL within what rounding explains to"
+        lines = [f"{how} {self.baseline}"]
+        if any(finding.cause == "data order" for finding in self.findings):
+            lines.append("It takes the samples that the ranks read, and would read others by itself.")
         # Only a cause that the user accepts ends the comparison without making the run different.
         if "not compared" in self.stages.values():
-            return "EQUAL, but for what you accept, and as far as that: every step matches one process."
-        if self.rounding is not None:
-            return "EQUAL within what rounding explains: every step matches one process."
-        return "EQUAL: every step matches one process."
+            lines.append("This is but for what you accept, and as far as that.")
+        return lines
 
 
 def _none_if_not_finite(value: Any) -> Any:
@@ -431,16 +396,3 @@ def _none_if_not_finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-def explanation(name: str) -> str:
-    """Return what `--explain` prints about a cause."""
-    cause = CAUSES[name]
-    parts = [f"{name}: {cause.plain}."]
-    if cause.text.strip():
-        parts.append(cause.text.strip())
-    parts.append(f"Do: {cause.advice}.")
-    diff = cause.remedy("DDPStrategy", "mean", ()).diff
-    if diff:
-        parts.append(textwrap.indent(diff, "    "))
-    return "\n\n".join(parts)

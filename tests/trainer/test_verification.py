@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from toys import Toy
 
 from lightning_gradavg import verify
 from lightning_gradavg.cli import main
-from lightning_gradavg.verify.run import Call, in_processes
+from lightning_gradavg.verify.processes import ProcessCall, in_processes
 
 HERE, ROWS = Path(__file__), list(torch.arange(1.0, 25.0) / 24)
 
@@ -39,6 +40,16 @@ class Failing(Toy):
         with Path(os.environ["PIPE"]).open("w") as pipe:
             subprocess.Popen(["sleep", "600"], stdout=pipe)
         raise ArithmeticError("as planted")
+
+
+class Waiting(Toy):
+    """Holds a pipe open on every rank, and waits for the end of its process."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with Path(os.environ["PIPE"]).open("wb", buffering=0) as pipe:
+            pipe.write(b"x")
+            signal.pause()
+        raise AssertionError
 
 
 class Data(LightningDataModule):
@@ -89,6 +100,24 @@ def test_a_run_that_fails_shows_the_last_line_of_the_user(tmp_path, monkeypatch,
     os.close(end)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_ranks_and_removes_their_folders(number, tmp_path):
+    """A job's time is over, or the terminal is closed: what the command started ends with it."""
+    pipe, folder = tmp_path / "pipe", tmp_path / "folder"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    command = [sys.executable, "-m", "lightning_gradavg", "verify", f"{HERE}:Waiting", "--data", f"{HERE}:Data"]
+    environ = {**os.environ, "PIPE": str(pipe), "TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, env=environ) as process:
+        with pipe.open("rb", buffering=0) as end:
+            assert b"xx" == end.read(1) + end.read(1), "both ranks wait"
+            assert list(folder.glob("gradavg-verify-*"))
+            process.send_signal(number)
+            assert b"" == end.read(1), "the end of the pipe, which only comes when no rank can write to it any more"
+        assert 128 + number == process.wait()
+    assert [] == list(folder.glob("gradavg-verify-*"))
+
+
 def test_an_instance_is_verified():
     """`verify` takes instances, sends them to the processes, and returns the report."""
     report = verify(Toy(loss="sum"), DataLoader(ROWS[:16], 4), strategy="gradavg_sum", steps=2, max_epochs=1)
@@ -109,15 +138,15 @@ def test_a_config_file_is_verified(tmp_path, monkeypatch, capsys):
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(content))
     arguments = ["--config", config, "--model", "../toys.py:Toy", "--steps", "4", "--model.loss=sum"]
-    assert verified(*arguments, capsys=capsys, code=0).startswith("EQUAL: every step matches one process.")
+    assert verified(*arguments, capsys=capsys, code=0).startswith("EQUAL to one process with batch 4.\n")
 
 
 def test_the_first_process_that_fails_is_named():
     """Tensors travel by file: as arguments of a process each would take a file descriptor, of which there are few."""
     tensors = [torch.full((2,), float(index)) for index in range(600)]
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 failed: ZeroDivisionError"):
-        in_processes([Call(len, (tensors,)), Call(divmod, (1, 0))])
+        in_processes([ProcessCall(len, (tensors,)), ProcessCall(divmod, (1, 0))])
     with pytest.raises(
         RuntimeError, match=r"rank 0 of 1 failed: exit code -9: see standard error, and call verify under"
     ):
-        in_processes([Call(signal.raise_signal, (signal.SIGKILL,))])
+        in_processes([ProcessCall(signal.raise_signal, (signal.SIGKILL,))])

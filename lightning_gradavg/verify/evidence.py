@@ -1,0 +1,163 @@
+"""What is known of one step whose reduced gradient differs: which shares of its parts the run and one process took.
+
+`P` are the gradients that one process computes of each micro-batch alone, `F` that of all samples at once, and `G` what
+the run made of them. A combination of `P` has a share for each micro-batch: equal shares ("mean"), those of the samples
+or of the weights, or any others. The combination of `P` that is `F` is *right*, the one that is `G` was *made*.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lightning_gradavg.verify.comparison import Seen
+from lightning_gradavg.verify.sketches import Tensors, flat, gap_between, multiple_of
+from lightning_gradavg.verify.twin import Twin
+
+__all__ = ["Evidence"]
+
+
+class Evidence:
+    """What one process makes of the micro-batches of a step, alone and together.
+
+    Gradients are vectors of the sketches of those parameters that differ.
+
+    Args:
+        twin: Trains one process up to the step, once for each micro-batch alone, and once for all.
+        seen: The difference.
+        tolerance: The largest relative difference that counts as equal.
+        normalizes: Whether batch norm takes the statistics of a batch, and not constants.
+
+    Attributes:
+        near: The largest relative difference up to which a combination of gradients is another gradient.
+        world_size: The number of ranks.
+        factor: `G` / `F`, if that is one number.
+        group: The micro-batches of all ranks.
+        batches: The same, without their places.
+        parts: `P`, a row for each micro-batch.
+        losses: The losses of one process for each of them.
+        whole: `F`.
+        reduced: `G`.
+        like: Sketches that have the names and the order of the vectors.
+    """
+
+    def __init__(self, twin: Twin, seen: Seen, tolerance: float, *, normalizes: bool = True) -> None:
+        self._twin, self._seen, self._tolerance = twin, seen, tolerance
+        self.facts = twin.records[0].facts
+        self.near = 100 * tolerance
+        self.world_size = len(twin.records)
+        self.group = twin.group_of_step(seen.step)
+        self.batches = [taken.rank_batch for taken in self.group]
+        of_parts = [twin.train_step([taken], seen.step, normalizes=normalizes) for taken in self.group]
+        of_whole = twin.train_step(self.group, seen.step, normalizes=normalizes)
+        self.losses = [result.loss for result in of_parts]
+        # A part may have no gradient of a parameter, as of an embedding that its samples do not use.
+        self.like: Tensors = {}
+        for tensors in (*(result.gradient for result in of_parts), of_whole.gradient, seen.found):
+            for name, tensor in tensors.items():
+                if name in seen.names:
+                    self.like[name] = tensor
+        self.parts = torch.stack([flat(result.gradient, self.like) for result in of_parts])
+        self.whole = flat(of_whole.gradient, self.like)
+        self.reduced = flat(seen.found, self.like)
+        self.factor = multiple_of(self.reduced, self.whole, self.near)
+
+    @property
+    def multiple(self) -> str:
+        """What is known of `G` / `F`, in words."""
+        if self.factor is None:
+            return "the gradient is another one"
+        return f"the gradient is {self.factor:.4g} x that of one process"
+
+    @cached_property
+    def shares(self) -> Mapping[str, Tensor]:
+        """The named combinations: which share each micro-batch has, by what decides on it."""
+        amounts = {
+            "samples": [float(rank_batch.size) for rank_batch in self.batches],
+            "mean": [1.0] * len(self.batches),
+        }
+        weights = [rank_batch.weight for rank_batch in self.batches if rank_batch.weight is not None]
+        if len(weights) == len(self.batches):
+            amounts["weights"] = weights
+        shares: dict[str, Tensor] = {}
+        for name in ("samples", "weights", "mean"):  # where several are right, reports show the first
+            if name in amounts and sum(amounts[name]) > 0:
+                of_name = torch.tensor(amounts[name], dtype=torch.float64)
+                shares[name] = of_name / of_name.sum()
+        return shares
+
+    def factors(self, gradient: Tensor) -> Mapping[str, float]:
+        """Return which of the named combinations a gradient is a multiple of, and which multiple."""
+        factors: dict[str, float] = {}
+        for name, shares in self.shares.items():
+            counts = shares != 0  # a micro-batch without a share may have a gradient of NaN
+            factor = multiple_of(gradient, shares[counts] @ self.parts[counts], self.near)
+            if factor is not None:
+                factors[name] = factor
+        return factors
+
+    def solved_shares(self, gradient: Tensor) -> Tensor | None:
+        """Return the shares with which the parts make up a gradient; None if no shares do, or many could."""
+        # With fewer elements than parts, or with parts that depend on each other, many shares make the same gradient.
+        number = len(self.parts)
+        if len(gradient) <= number or not gradient.isfinite().all() or not self.parts.isfinite().all():
+            return None
+        if int(torch.linalg.matrix_rank(self.parts, rtol=1e-9)) < number:
+            return None
+        scale = float(self.parts.abs().max())
+        solution = torch.linalg.lstsq(self.parts.T / scale, (gradient / scale).unsqueeze(1)).solution
+        shares: Tensor = solution[:, 0]
+        if gap_between(gradient, shares @ self.parts) <= self.near:
+            return shares
+        return None
+
+    @cached_property
+    def right(self) -> Mapping[str, Tensor]:
+        """The combinations of the parts that are the whole: by name, or "terms" with shares of their own."""
+        right: dict[str, Tensor] = {}
+        number = len(self.batches)
+        factors = self.factors(self.whole)
+        for name, factor in factors.items():
+            if self.is_close(factor, 1):
+                right[name] = self.shares[name]
+        if "mean" in factors and self.is_close(factors["mean"], number):
+            right["sum"] = self.shares["mean"] * number
+        if right:
+            return right
+        shares = self.solved_shares(self.whole)
+        # A loss that is a mean over terms has shares of its numbers of terms, which are not negative and add up to 1.
+        if shares is not None and float(shares.min()) > -self.near and self.is_close(float(shares.sum()), 1):
+            right["terms"] = shares
+        return right
+
+    @property
+    def depends_on_order(self) -> bool:
+        """Whether one process computes another gradient of the same samples in another order."""
+        reversed_order = self._twin.train_step(self.group[::-1], self._seen.step).gradient
+        return not gap_between(flat(reversed_order, self.like), self.whole) <= self.near
+
+    @property
+    def is_of_batch_norm(self) -> bool:
+        """Whether batch norm is all that compares samples: with constants for its statistics, nothing does."""
+        return len(Evidence(self._twin, self._seen, self._tolerance, normalizes=False).right) > 0
+
+    @cached_property
+    def loss_ratios(self) -> Tensor:
+        """The loss of each micro-batch on its rank over that of the same samples on one process."""
+        on_ranks = torch.tensor([rank_batch.loss for rank_batch in self.batches], dtype=torch.float64)
+        return on_ranks / torch.tensor(self.losses, dtype=torch.float64)
+
+    @property
+    def has_other_losses(self) -> bool:
+        """Whether a rank computed another loss than one process does of the same samples."""
+        ratios = self.loss_ratios
+        known_ratios = ratios[ratios.isfinite()]  # a loss of 0, or of a micro-batch without terms, has no ratio
+        return bool(((known_ratios - 1).abs() > self.near).any())
+
+    def is_close(self, factor: float, expected: float) -> bool:
+        """Return whether a factor is another, but for rounding."""
+        return math.isclose(factor, expected, rel_tol=self.near)

@@ -1,0 +1,231 @@
+"""Why a reduced gradient differs: the first case that holds, in the order of the code.
+
+`evidence.py` says what `P`, `F` and `G` are. `tests/test_ranks_verify.py` has runs of each cause in `DIFFERENT`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_gradavg.rules import RULES
+from lightning_gradavg.verify.borders import uses_global_mean
+from lightning_gradavg.verify.comparison import Seen
+from lightning_gradavg.verify.evidence import Evidence
+from lightning_gradavg.verify.lines import GRADIENT_OF
+from lightning_gradavg.verify.records import Record, Refused
+from lightning_gradavg.verify.sketches import SKETCHED_ELEMENTS, gap_between
+
+__all__ = ["TYPES_OF_16_BITS", "Explanation", "explain_gradient", "written_gradient"]
+
+TYPES_OF_16_BITS = (torch.bfloat16, torch.float16)
+
+
+class Explanation(NamedTuple):
+    """Why something differs."""
+
+    cause: str  # a key of `CAUSES`
+    detail: str  # what was found, with numbers
+    where: str = ""  # the module or the hook that is the fault
+    line: str = ""  # the same as a line of the user's code, if it has one
+
+
+def explain_gradient(evidence: Evidence, seen: Seen, records: Sequence[Record]) -> Explanation:
+    """Return why a reduced gradient differs in automatic optimization, or raise `Refused` if it cannot be said."""
+    if evidence.depends_on_order:
+        # A batch and its parts differ on one process, too, and explain nothing.
+        raise Refused(
+            "with the samples of the batch in a different order one process computes a different gradient: the"
+            " loss, or a random draw, depends on their positions in the batch"
+        )
+    if uses_global_mean(records[0].scopes) and not _is_plain_mean(evidence):
+        return Explanation("weighed global mean", f"{evidence.multiple}: the run weighs the ranks' losses once more")
+    if not evidence.right:
+        return _of_compared_samples(evidence, seen, records)
+    if evidence.has_other_losses:
+        return _of_losses(evidence)
+    explanation = _of_combination(evidence, records)
+    if explanation is None:
+        explanation = _of_change(evidence, seen, records)
+    return explanation
+
+
+def _is_plain_mean(evidence: Evidence) -> bool:
+    """Return whether the run takes the plain mean of its micro-batches."""
+    rule = evidence.facts.rule
+    if not rule.uses_weight:
+        return rule == RULES["mean"]
+    shares = evidence.shares
+    weights = shares.get("weights", shares["samples"])
+    return torch.equal(weights, shares["mean"])
+
+
+def _of_compared_samples(evidence: Evidence, seen: Seen, records: Sequence[Record]) -> Explanation:
+    """Return why the gradient of a batch is no combination of those of its parts."""
+    facts, multiple = evidence.facts, evidence.multiple
+    if facts.replicas is not None:
+        raise Refused(
+            "the gradient of a batch is no combination of those of its replicas: something beside batch norm"
+            " compares the samples of a replica with each other, or batch norm gets their rows in another order."
+            " One process has only the whole batch for that"
+        )
+    detail = f"{multiple}, and that of a batch is no combination of those of its parts"
+    batch_norms = records[0].batch_norms
+    if batch_norms and not facts.replicated:  # replicas share their statistics over all ranks
+        where = f"each rank normalizes by its own samples, first in `{batch_norms[0]}`"
+        if evidence.is_of_batch_norm:
+            return Explanation("batch norm", detail, where)
+        detail += f", also without batch norm: {where}"
+    if evidence.factor is not None and len(evidence.whole) > 1:  # one number is a multiple of any other
+        return Explanation("multiple", multiple)
+    changed = _place_of_change(seen, records[0])
+    return Explanation("non-decomposable loss", detail, changed.where, changed.line)
+
+
+def _of_losses(evidence: Evidence) -> Explanation:
+    """Return why the ranks' losses are not those of one process."""
+    ratios = evidence.loss_ratios
+    detail = f"{evidence.multiple}; the ranks' losses are {_listed(ratios)} x those of the same samples on one process"
+    if evidence.factor is not None and evidence.is_close(evidence.factor, 1 / evidence.world_size):
+        return Explanation("double division", detail)
+    if gap_between(ratios / len(ratios) @ evidence.parts, evidence.whole) <= evidence.near:
+        return Explanation("hand-compensated loss", f'{detail}; with it `reduction="mean"` is right')
+    if torch.allclose(ratios, ratios[0], rtol=evidence.near, atol=0.0):
+        return Explanation("hand-compensated loss", detail)
+    return Explanation("unexplained", detail)
+
+
+def _of_combination(evidence: Evidence, records: Sequence[Record]) -> Explanation | None:
+    """Return which multiple or which other combination of the parts the run made, if it is a known one."""
+    rule, number = evidence.facts.rule, len(evidence.batches)
+    # Gradients that differ by more than the tolerance, and less than `near`. Both are the same combination then.
+    gap = gap_between(evidence.reduced, evidence.whole)
+    if gap <= evidence.near:
+        detail = "what the ranks keep for themselves, such as a state, may have changed them"
+        return Explanation("unexplained", f"the gradients differ by {gap:.2g} of the largest element: {detail}")
+    factors = evidence.factors(evidence.reduced)
+    if not factors:
+        return None
+    if "sum" in evidence.right and "sum" not in rule.name:
+        return Explanation("sum loss", f"{evidence.multiple}: the loss is a sum over samples")
+    if "sum" in evidence.right:
+        # Shares add up to 1, and the right gradient is `number` times the mean.
+        factors = {name: factor / number for name, factor in factors.items()}
+
+    made = [name for name, factor in factors.items() if evidence.is_close(factor, 1)]
+    if made:
+        # Where all micro-batches have equally many samples, several names are the same combination.
+        is_mean = "mean" in made and (len(made) == 1 or not rule.uses_weight)
+        return _of_shares(evidence, records, is_mean=is_mean)
+    return _of_multiple(evidence, records, list(factors.values()))
+
+
+def _of_shares(evidence: Evidence, records: Sequence[Record], *, is_mean: bool) -> Explanation:
+    """Return what to say of a gradient that is a combination of the parts, but not the right one."""
+    right_shares = next(iter(evidence.right.values()))
+    detail = f"one process weights the micro-batches by {_listed(right_shares)}, but the run weights them"
+    if is_mean:
+        return Explanation("mean of means", f"{detail} equally: the ranks' losses have different numbers of terms")
+    shares = evidence.solved_shares(evidence.reduced)
+    how = "otherwise"
+    if shares is not None:
+        how = f"by {_listed(shares)}"
+    detail = f"{detail} {how}: the weights are not the numbers of terms"
+    line = records[0].training_step_at
+    if any(rank_batch.weight is not None for rank_batch in evidence.batches) and line is not None:
+        return Explanation("counts", detail, "the weights are returned by the function that begins in", str(line))
+    return Explanation("counts", detail)
+
+
+def _of_multiple(evidence: Evidence, records: Sequence[Record], factors: Sequence[float]) -> Explanation | None:
+    """Return why the run made one of these multiples of the right gradient, if it is a known one."""
+    facts, ranks, number = evidence.facts, evidence.world_size, len(evidence.batches)
+
+    def are_multiplied_by(scale: float) -> bool:
+        return any(evidence.is_close(factor, scale) for factor in factors)
+
+    for divisor in records[0].divisors:
+        if divisor != ranks and are_multiplied_by(ranks / divisor):
+            detail = f"fully_shard divides the sum over {ranks} ranks by {divisor:g}"
+            return Explanation("divide factor", f"{evidence.multiple}: {detail}")
+    if number != ranks * facts.accumulation and are_multiplied_by(number / (ranks * facts.accumulation)):
+        detail = f"the window has {number / ranks:g} micro-batches on each rank and is divided by {facts.accumulation}"
+        return Explanation("short window", f"{evidence.multiple}: {detail}")
+    if "sum" in facts.rule.name and are_multiplied_by(number):
+        detail = "the loss is a mean, but the reduction adds up the ranks"
+        return Explanation("counts", f"{evidence.multiple}: {detail}")
+    return None
+
+
+def _of_change(evidence: Evidence, seen: Seen, records: Sequence[Record]) -> Explanation:
+    """Return what was done to the ranks' gradients beyond combining them, if it is known."""
+    if not evidence.reduced.any():
+        return Explanation("unexplained", "the run has no gradient, as if the ranks never reduced theirs")
+    elements = []
+    for name, sketched in evidence.like.items():
+        gradient = seen.found.get(name)
+        if gradient is None:
+            gradient = torch.zeros_like(sketched)
+        elements.append(gradient[:SKETCHED_ELEMENTS])  # a sum of numbers of 16 bits is none of them
+    values = torch.cat(elements)
+    for dtype in TYPES_OF_16_BITS:
+        if values.any() and torch.equal(values.to(dtype).double(), values):
+            name_of_type = str(dtype).removeprefix("torch.")
+            return Explanation("16-bit wire", f"every element of the gradient is a {name_of_type} number")
+    changed = _place_of_change(seen, records[0])
+    if evidence.factor is not None:
+        cause = "multiple"
+        if evidence.is_close(evidence.factor, 1 / evidence.world_size):
+            cause = "double division"
+        return Explanation(cause, evidence.multiple, changed.where, changed.line)
+    if any(rank_batch.in_pieces for rank_batch in evidence.batches):
+        return Explanation(
+            "unexplained",
+            "the ranks compute their batches in several parts, each of which may have a weight of its own: verify with"
+            " as many processes as replicas, and without max_device_batch_size",
+        )
+    detail = "no known combination of what one process computes was made"
+    if changed.where:
+        return Explanation("gradient hooks", detail, changed.where, changed.line)
+    return Explanation("unexplained", detail)
+
+
+class _PlaceOfChange(NamedTuple):
+    """What may have changed a gradient; empty if that is not known, or may be several."""
+
+    where: str = ""
+    line: str = ""
+
+
+def _place_of_change(seen: Seen, record: Record) -> _PlaceOfChange:
+    """Return the hook or the line that changes a gradient beside its reduction, if it is the only one that may."""
+    places = []
+    if record.comm_hook:
+        line = "" if record.comm_hook_at is None else str(record.comm_hook_at)
+        places.append(_PlaceOfChange(f"the gradients are reduced by the communication hook `{record.comm_hook}`", line))
+    for name in sorted(seen.names):
+        if name in record.parameter_hooks:
+            places.append(_PlaceOfChange(f"`{name}` has a hook that begins in", str(record.parameter_hooks[name])))
+            break
+    written = written_gradient(seen, record)
+    if written:
+        places.append(_PlaceOfChange("after the backward, the gradient was last written in", written))
+    if len(places) == 1:
+        return places[0]
+    return _PlaceOfChange()
+
+
+def written_gradient(seen: Seen, record: Record) -> str:
+    """Return the line that wrote to a gradient after the backward; "" if none did."""
+    for name in sorted(seen.names):
+        line = record.steps[seen.step].writes.get(f"{GRADIENT_OF}{name}")
+        if line is not None:
+            return str(line)
+    return ""
+
+
+def _listed(numbers: Tensor) -> str:
+    return ", ".join(f"{number:.4g}" for number in numbers.tolist())

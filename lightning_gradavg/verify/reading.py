@@ -1,0 +1,140 @@
+"""Whether the ranks together read what one process reads: each sample of an epoch once, and the same in each step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+from lightning_gradavg.verify.records import EpochReading, RankBatch, Record
+from lightning_gradavg.verify.report import Finding
+
+__all__ = ["Readings", "compare_readings"]
+
+
+class Readings(NamedTuple):
+    """What was found about the samples."""
+
+    findings: list[Finding]
+    remarks: list[str]  # on what the compared steps do not show
+
+
+def compare_readings(records: Sequence[Record], alone: EpochReading) -> Readings:
+    """Compare the samples of the compared steps, and those of an epoch, with what one process reads."""
+    steps = _steps_of_first_epoch(records)
+    if _read_all_the_same(steps, len(records)):
+        detail = f"all {len(records)} ranks read the same samples in the same order: the global batch is one rank's"
+        return Readings([Finding("duplicated stream", "samples", detail)], [])
+    found = Readings([], [])
+    _compare_epochs(records, alone, steps, found)
+    _compare_order(steps, alone, found)
+    return found
+
+
+def _steps_of_first_epoch(records: Sequence[Record]) -> list[list[RankBatch]]:
+    """Return what all ranks took in each step of the first epoch that counts, in the order of windows and ranks."""
+    steps = []
+    for steps_of_ranks in zip(*(record.steps for record in records), strict=False):
+        if steps_of_ranks[0].epoch != records[0].steps[0].epoch:
+            break
+        taken = []
+        for step in steps_of_ranks:
+            taken += [rank_batch for rank_batch in step.batches if rank_batch.counts]
+        steps.append(taken)
+    return steps
+
+
+def _read_all_the_same(steps: Sequence[Sequence[RankBatch]], ranks: int) -> bool:
+    """Return whether all ranks take the same samples in every step."""
+    if ranks == 1:
+        return False
+    for taken in steps:
+        first = taken[0].sample_ids
+        if len(taken) < ranks or any(rank_batch.sample_ids != first for rank_batch in taken):
+            return False
+    return True
+
+
+class _EpochCounts(NamedTuple):
+    """Numbers of samples in an epoch."""
+
+    alone: int  # that one process reads
+    missing: int  # that no rank reads, beside those that `drop_last` leaves out
+    repeated: int  # that the ranks read more often than one process
+
+
+def _count_epoch(readings: Sequence[EpochReading], alone: EpochReading) -> _EpochCounts | None:
+    """Count what the ranks leave out and repeat of an epoch; None if its indices are not known.
+
+    Indices are compared where all data sets are equally long. Otherwise each rank has a data set of its own, and only
+    the numbers of samples are known.
+    """
+    if alone.indices is None or alone.replaces:
+        return None
+    on_ranks = Counter[Hashable]()
+    for reading in readings:
+        if reading.indices is None:
+            return None
+        on_ranks.update(reading.indices)
+    in_epoch = Counter(alone.indices)
+    missing = (in_epoch - on_ranks).total()
+    repeated = (on_ranks - in_epoch).total()
+    if any(reading.dataset_size != alone.dataset_size for reading in readings):
+        missing = max(0, in_epoch.total() - on_ranks.total())
+        repeated = 0
+    if missing <= sum(reading.dropped for reading in (alone, *readings)):
+        missing = 0
+    return _EpochCounts(in_epoch.total(), missing, repeated)
+
+
+def _compare_epochs(
+    records: Sequence[Record], alone: EpochReading, steps: Sequence[Sequence[RankBatch]], found: Readings
+) -> None:
+    """Find samples that an epoch never reads, or reads more than once."""
+    readings = [record.reading for record in records]
+    epoch = _count_epoch(readings, alone)
+    if epoch is None or records[0].facts.splits_batches or (epoch.missing == 0 and epoch.repeated == 0):
+        return
+    if any(reading.own_sampler for reading in (alone, *readings)):
+        found.remarks.append(
+            f"by a sampler of your own, the ranks leave out {epoch.missing} samples of one process and add"
+            f" {epoch.repeated}"
+        )
+        return
+    if epoch.missing > 0:
+        detail = f"{epoch.missing} of the {epoch.alone} samples of an epoch are never read"
+        found.findings.append(Finding("unread samples", "samples", detail))
+        return
+    detail = f"{epoch.repeated} samples of an epoch are read twice, to fill the ranks"
+    cause = "padding"
+    if epoch.repeated >= epoch.alone:
+        detail = "every rank reads all samples of an epoch"
+        cause = "duplicated stream"
+    indices = [index for taken in steps for rank_batch in taken for index in rank_batch.indices]
+    if len(set(indices)) < len(indices):
+        found.findings.append(Finding(cause, "samples", detail))
+    else:
+        found.remarks.append(f"beyond the compared steps, {detail}")
+
+
+def _compare_order(steps: Sequence[Sequence[RankBatch]], alone: EpochReading, found: Readings) -> None:
+    """Note the first global batch that is not what one process reads at that place of its epoch."""
+    start = 0
+    for position, taken in enumerate(steps):
+        # One process goes on where a step as large as that of the ranks ended.
+        on_ranks = Counter[bytes]()
+        for rank_batch in taken:
+            on_ranks.update(rank_batch.sample_ids)
+        total = on_ranks.total()
+        expected = Counter(alone.samples[start : start + total])
+        start += total
+        if expected.total() < total:
+            return  # it is not known what one process reads here
+        if on_ranks == expected:
+            continue
+        equal = (on_ranks & expected).total()
+        detail = f"one process would read {equal} of the {total} samples of step {position}, and other samples"
+        if equal == 0:
+            detail = f"one process would read none of the {total} samples of step {position}"
+        found.findings.append(Finding("data order", "samples", detail, position, note=True))
+        return
