@@ -14,7 +14,7 @@ from lightning_gradavg.cli import main
 from lightning_gradavg.cli.lightning import read_config
 from lightning_gradavg.cli.verify import names_a_gradavg_strategy
 from lightning_gradavg.plan import Recipe, make_plan
-from lightning_gradavg.verify.run import resolve_strategy
+from lightning_gradavg.verify.target import resolve_strategy
 
 # LightningCLI of lightning 2.6 calls an old API of jsonargparse 4.53.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

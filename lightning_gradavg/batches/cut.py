@@ -284,6 +284,7 @@ class StreamCollator:
         self._batches = 0  # that this process has collated, which are those of one worker in one pass
 
     def __call__(self, samples: list[Any]) -> CollatedSamples:
+        """Return this rank's pieces of a batch of these samples."""
         worker = get_worker_info()
         worker_id = -1 if worker is None else worker.id
         digest = data_digest((len(samples), samples[0], samples[-1]))  # before `collate_fn`, which may change them

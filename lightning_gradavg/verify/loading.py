@@ -154,12 +154,16 @@ class Loading:
 
     def pop(self, batch: object) -> RankBatch:
         """Return what a batch is made of, and forget it; of an unknown batch, that its samples are unknown."""
-        joined = RankBatch(size=0)
+        of_pieces: list[RankBatch] = []
         for piece in pieces_of(batch):
             noted = self._noted.pop(id(piece), None)
             if noted is None:
                 return RankBatch(unknown_because=NO_COLLATE_FN)
-            of_piece = noted.rank_batch
+            of_pieces.append(noted.rank_batch)
+        if len(of_pieces) == 1:
+            return of_pieces[0]
+        joined = RankBatch(size=0)
+        for of_piece in of_pieces:
             joined = RankBatch(
                 packed_samples=[*joined.packed_samples, *of_piece.packed_samples],
                 sample_ids=[*joined.sample_ids, *of_piece.sample_ids],

@@ -63,7 +63,7 @@ class RankBatch:
         unknown_because: Why the samples are not known; "" if they are.
         parts: What each part drew, if the batch joins those of several ranks.
         common_parts: What each rank drew in the step behind its backward, if the batch joins those of several ranks.
-        piece_sizes: The number of samples of each piece that the rank computes, such as a replica; empty if unknown.
+        piece_sizes: The number of samples of each piece, if the rank computes it in several, such as replicas.
         replicas: The samples that batch norm normalizes by themselves, if the batch joins those of several ranks.
         counts: Whether its samples count: not if the strategy only kept the rank busy.
         loss: The value of the loss; of the first, if an optimizer asks for several.
@@ -95,7 +95,7 @@ class RankBatch:
     @property
     def in_pieces(self) -> bool:
         """Whether the rank computes it in several pieces."""
-        return len(self.piece_sizes) > 1
+        return bool(self.piece_sizes)
 
 
 class StageTensors(NamedTuple):
