@@ -275,6 +275,9 @@ def make_sampled_run(
 # 1. Healthy runs.
 
 EQUAL = {
+    "replicas of graphs, batch norm": Run(
+        make_batch_norm, mean_loss_of_graphs, make_plain_loader(24, 8, collate_fn=Graphs), FOUR_REPLICAS
+    ),
     # Rules.
     "case 41": Run(make_dropout),
     "a sum loss, `sum`": Run(step=sum_loss, loader=UNEVEN_LATER, strategy=SUM, steps=1),
@@ -837,9 +840,6 @@ NOT_SHOWN = {
     ),
     "something beside batch norm compares the samples of a replica": Run(
         step=spread_of_batch, loader=make_plain_loader(14, 7), strategy=DATA_PARALLEL
-    ),
-    "it is not known which samples are those of a replica": Run(
-        make_batch_norm, mean_loss_of_graphs, make_plain_loader(24, 8, collate_fn=Graphs), FOUR_REPLICAS
     ),
     "the buffer 'net.seen' is that of replica 0": Run(
         make_layers_with_buffer, count_in_step, make_plain_loader(14, 7), DATA_PARALLEL
