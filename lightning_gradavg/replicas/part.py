@@ -122,20 +122,11 @@ class OneForward(Part):
             return None
         return chunk.samples
 
-    def samples_of_ranks(self, batches: Batches) -> float | None:
-        """Return the sum of what `weight` gives on all ranks in the running step; None if they do not share a batch."""
-        return batches.shared_samples
-
     def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
         """Run a training step; return its output, whose loss has its weight."""
         with step.batches.training_step():
             output = step.forward(batch, *args)
-            return step.reduction.read(
-                output,
-                self.weight(step.batches.chunk),
-                batch,
-                samples_of_ranks=self.samples_of_ranks(step.batches),
-            )
+            return step.reduction.read(output, self.weight(step.batches.chunk), batch)
 
     def end_step(self) -> None:
         """End a step whose gradients are reduced."""
@@ -225,12 +216,6 @@ class Replicas(OneForward):
             return chunk.batch_samples
         return super().weight(chunk)
 
-    def samples_of_ranks(self, batches: Batches) -> float | None:
-        """Return the samples of the batch; None with `training_step_end`, where each rank's loss is that of all."""
-        if self._gathers_outputs:
-            return None
-        return super().samples_of_ranks(batches)
-
     def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
         """Run all pieces of a training step; return their joined output, with the loss of the last piece."""
         assert isinstance(step.batches, SplitBatches)
@@ -289,13 +274,7 @@ class Replicas(OneForward):
         count_rows(counted=piece.replica is not None)
         with reducing, around:
             output = step.forward(batch, *args)
-            output = step.reduction.read(
-                output,
-                weight,
-                batch_of_loss,
-                samples_of_ranks=self.samples_of_ranks(step.batches),
-                is_last_piece=is_last,
-            )
+            output = step.reduction.read(output, weight, batch_of_loss, is_last_piece=is_last)
             if self.run.loop.skips_backward:
                 return mapped(output, _detached)  # a graph would be kept until the end of the step
             if not is_last:

@@ -18,7 +18,7 @@ import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
@@ -1190,7 +1190,7 @@ def _facts_of(trainer: Trainer) -> Facts:
     return Facts(
         strategy=name,
         is_gradavg=hasattr(trainer.strategy, "facts"),
-        rule=replace(facts.rule, share=RULES["mean"].share),  # a user's function may have no pickle
+        rule=facts.rule,
         splits_batches=facts.splits_batches,
         replicated=facts.replicated,
         replicas=facts.replicas,
