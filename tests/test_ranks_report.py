@@ -18,7 +18,7 @@ from ranks import make_trainer
 from torch import nn
 from toys import MLP, WEIGHTED, MemoryLogger, Toy, approx, make_loader, make_samples, same_everywhere, train
 
-from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, Place, Share
+from lightning_gradavg import GradAvgMonitor, GradAvgStrategy
 from lightning_gradavg.report.part import local_gradients, squared_norm
 from lightning_gradavg.report.report import StepReport
 
@@ -83,11 +83,6 @@ THREE = [[[1.0]], [[3.0]], [[5.0]]]
 NODES = {"nodes": [0, 0, 1]}
 
 
-def twice_the_first(place: Place, weight: Any) -> Share:
-    factor = 2.0 if place.rank == 0 else 1.0
-    return Share(factor * weight, factor * weight)
-
-
 # What each rank reads, the toy, the strategy, further options; of every step the loss, the norm and the local norms.
 # fmt: off
 REPORTS: dict[str, tuple[Any, ...]] = {
@@ -100,14 +95,12 @@ REPORTS: dict[str, tuple[Any, ...]] = {
         WINDOWS, {"loss": "sum"}, {"reduction": "normalized_sum"}, TWO, [(4.5, 4.5, (10.0, 26.0))]),
     "case 13, a short last window": (SHORT, {}, {}, TWO, SHORT_NUMBERS),
     "case 13, weighted": (SHORT, {}, WEIGHTED, TWO, SHORT_NUMBERS),
-    "static graph, weighted": (
-        ITEM_2, {"kind": "s"}, {**WEIGHTED, "static_graph": True}, {}, [(3.75, 7.5, (14 / 3, 16.0))]),
+    "static graph": (ITEM_2, {"kind": "s"}, {"static_graph": True}, {}, [(31 / 6, 31 / 3, (14 / 3, 16.0))]),
     "case 5, a rank without samples": ([[[2, 4]], [[]]], {}, WEIGHTED, {}, [(3.0, 3.0, (3.0, 0.0))]),
     "two parameters": (
         [[[[3, 0]]], [[[0, 4]]]], {"start": [0.0, 0.0]}, {**WEIGHTED, "gradient_as_bucket_view": True}, {},
         [(0.0, 2.5, (3.0, 4.0))]),
     "named nodes": (THREE, {}, {"reduction": "mean_of_node_means"}, NODES, [(3.5, 3.5, (1.0, 3.0, 5.0))]),
-    "a rule of the user": (THREE, {}, {"reduction": twice_the_first}, NODES, [(2.5, 2.5, (1.0, 3.0, 5.0))]),
     "a loss scale is removed": ([[[[3.0, 4.0]]]] * 2, FLOAT32, WEIGHTED, SCALED, [(7.0, 5.0, (5.0, 5.0))]),
 }
 # fmt: on
