@@ -503,11 +503,6 @@ class Reduction(Part):
             self._said.add(message)
             how(message)
 
-    def teardown(self) -> None:
-        """Free what the run holds: DDP holds the hook, where Python's garbage collector does not see a circle."""
-        self._window = None
-        self._hook.window = None
-
     def describe(self) -> str:
         """Return the start line's words about the hook."""
         return self._hook.describe(self._parameters)
