@@ -87,6 +87,7 @@ class WeightUnit:
 
     def __init__(self, rule: Rule, ranks: Ranks, *, is_fixed: bool = False) -> None:
         """Choose nothing yet; `is_fixed` in a reproducible run."""
+        self.is_fixed = is_fixed
         self._follows_weights = rule.multiplier == "n" and not is_fixed
         self._ranks = ranks
         self._is_chosen = not self._follows_weights
@@ -240,7 +241,8 @@ class Window:
     @property
     def _is_alone(self) -> bool:
         """Whether there is one rank, on which Lightning says where windows end, and no other model has a window."""
-        return self._ranks.world.size == 1 and not self._user_ends_windows
+        # Not in a reproducible run, whose bits are those of several ranks.
+        return self._ranks.world.size == 1 and not self._user_ends_windows and not self._unit.is_fixed
 
     @property
     def has_ended(self) -> bool:
