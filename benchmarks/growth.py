@@ -249,7 +249,7 @@ def _measure(case: Case, arguments: argparse.Namespace, delay: float) -> Result:
 
 
 def _exchange_totals() -> None:
-    # What `reduction.totals.GatheredRows` does on a CPU.
+    # What `reduction.rows.RowExchange` does on a CPU.
     sent = torch.zeros(6 * dist.get_world_size(), dtype=torch.float64)
     dist.all_to_all_single(torch.empty_like(sent), sent)
 

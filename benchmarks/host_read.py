@@ -1,8 +1,8 @@
 """What one read per window costs on the host: `python -m benchmarks.host_read`.
 
-Under a rule with weights, the host of every rank reads the totals of a window before the backward, and waits for the
-other ranks. An accelerator may then run out of work. Here `weighted_mean` trains as it is; with weights that are
-tensors on the device, which the host reads, too; and with a switch of this file alone: the host reads the first totals
+Under a rule, the host of every rank reads the rows of a window in the first bucket of its last backward, and waits for
+the other ranks. An accelerator may then run out of work. Here `weighted_mean` trains as it is; with weights that are
+tensors on the device, which the host reads, too; and with a switch of this file alone: the host reads the first rows
 of a run, and takes them for those of every later window, which they are, as the weights stay the same. The ranks
 exchange the same numbers in all of them. So the ratio to the last one is the cost of the reads.
 
@@ -38,7 +38,7 @@ from benchmarks.report import WIDTH, Spread
 from benchmarks.trainer import make_quiet_trainer
 from benchmarks.world import World, is_rank, joined, slowest, start
 from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.reduction.totals import GatheredRows
+from lightning_gradavg.reduction.rows import RowExchange
 
 __all__ = ["VARIANTS", "Variant", "main", "one_read", "seconds_of"]
 
@@ -47,16 +47,16 @@ STEPS_ON_GPU = 50
 
 @contextmanager
 def one_read() -> Iterator[None]:
-    """Within the context, read the rows of the first exchange, and return them for those of all others, unread."""
-    read = GatheredRows.read
-    known: list[list[list[float]]] = []
+    """Within the context, read the first rows of each length, and return them for those of all others, unread."""
+    read = RowExchange.read
+    known: dict[int, list[list[float]]] = {}
 
-    def read_once(rows: GatheredRows) -> list[list[float]]:
-        if not known:
-            known.append(read(rows))
-        return known[0]
+    def read_once(rows: RowExchange) -> list[list[float]]:
+        if rows.length not in known:
+            known[rows.length] = read(rows)
+        return known[rows.length]
 
-    with mock.patch.object(GatheredRows, "read", read_once):
+    with mock.patch.object(RowExchange, "read", read_once):
         yield
 
 

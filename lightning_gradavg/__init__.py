@@ -3,7 +3,6 @@
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_gradavg._support.place import Place
 from lightning_gradavg.batches.loader import split_batches
 from lightning_gradavg.fabric import GradAvgStrategy as _FabricStrategy
 from lightning_gradavg.monitor import GradAvgMonitor
@@ -11,7 +10,6 @@ from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.reduction.gather import gather
 from lightning_gradavg.reduction.global_mean import global_mean
 from lightning_gradavg.reduction.reducer import GradAvgReducer
-from lightning_gradavg.rules import Share
 from lightning_gradavg.sharded import GradAvgModelParallelStrategy
 from lightning_gradavg.strategy import GradAvgStrategy
 from lightning_gradavg.verify import verify
@@ -21,8 +19,6 @@ __all__ = [
     "GradAvgMonitor",
     "GradAvgReducer",
     "GradAvgStrategy",
-    "Place",
-    "Share",
     "average_gradients",
     "gather",
     "global_mean",

@@ -181,6 +181,7 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
         if self._arrival is None:
             self._arrival = Arrival(self._begin_batch, self._end_batch, self._end_epoch)
         self._arrival.insert(self._reduction.run.trainer)
+        self._reduction.may_miss = self._batches.joins
         for part in self._parts:
             part.on_train_start()
 
@@ -240,7 +241,7 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
             return super().training_step(*args, **kwargs)
         arguments = (*args, *kwargs.values())
         batches = self._batches
-        self._reduction.begin_step(_batch_of(arguments), batches.missing, may_miss=batches.joins)
+        self._reduction.begin_step(_batch_of(arguments), batches.missing)
         batches.stepping = True
         try:
             output: STEP_OUTPUT = self._run_step(super().training_step, *arguments)
@@ -266,12 +267,8 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Have the window go on after the backward within."""
-        self._reduction.set_window_continues(continues=True)
-        try:
-            with super().block_backward_sync():
-                yield
-        finally:
-            self._reduction.set_window_continues(continues=False)
+        with self._reduction.window_continues(), super().block_backward_sync():
+            yield
 
     @override
     def backward(
@@ -286,7 +283,7 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
         assert module is not None
         if reduction.is_manual:
             # In automatic optimization, `read` has weighed the loss, and Lightning divided it by N.
-            closure_loss = reduction.add(closure_loss, weight, self._samples).value
+            closure_loss = reduction.add(closure_loss, weight, self._samples)
         self.pre_backward(closure_loss)
         root = precision.pre_backward(closure_loss, module)
         with self._batches.backward():

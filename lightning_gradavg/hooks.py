@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 
-from lightning_gradavg._lightning.internals import timeout_of
+from lightning_gradavg._lightning.internals import stored, timeout_of
 from lightning_gradavg._support.collectives import World
 from lightning_gradavg._support.device import beside
 
@@ -39,8 +39,10 @@ class _Level(NamedTuple):
     wire: torch.dtype | None  # the type in which numbers are sent; None for their own
 
 
-def _mean(flat: Tensor, levels: Sequence[_Level]) -> Iterator[None]:
+def _mean(flat: Tensor, levels: Sequence[_Level], factor: float | None = None) -> Iterator[None]:
     """Replace numbers by their mean over the ranks of the first level; pause while an exchange runs.
+
+    With a `factor`, of one level, replace them by their sum times the factor.
 
     The levels after it take the mean of the part that this rank holds: after the first all-to-all, a rank has the mean
     of its part over its node, and the second level averages that over nodes, before it goes to all.
@@ -65,7 +67,11 @@ def _mean(flat: Tensor, levels: Sequence[_Level]) -> Iterator[None]:
     work.wait()
     addends = received.to(wide)
     addends[group.rank()] = rows[group.rank()]  # what a rank holds itself is not rounded
-    mean = addends.sum(0).div_(ranks)
+    mean = addends.sum(0)
+    if factor is None:
+        mean.div_(ranks)
+    else:
+        scale_bucket(mean, factor)
     if len(levels) > 1:
         yield from _mean(mean, levels[1:])
 
@@ -152,9 +158,14 @@ def _reduce(
 
 
 def _begin_to_reduce(
-    state: dist.ProcessGroup | None, bucket: dist.GradBucket, wire: torch.dtype | None, *, by_node: bool
+    state: dist.ProcessGroup | None,
+    bucket: dist.GradBucket,
+    wire: torch.dtype | None,
+    *,
+    by_node: bool,
+    factor: float | None = None,
 ) -> Future[Tensor]:
-    """Begin the exchanges of a bucket; the future has its mean.
+    """Begin the exchanges of a bucket; the future has its mean, or with a `factor` its sum times the factor.
 
     | bucket | exchange |
     |---|---|
@@ -186,11 +197,11 @@ def _begin_to_reduce(
             # torch reduces complex numbers as pairs of real ones, and its future has those.
             future = future.then(partial(_complex_buffer, buffer))
     elif on_cpu:
-        under_way.insert(0, _completed(future, buffer, levels))
+        under_way.insert(0, _completed(future, buffer, levels, factor))
     else:
         # All collectives begin on one stream, in one order, and the host waits for none.
         with beside(buffer.device):
-            for _ in _completed(future, buffer, levels):
+            for _ in _completed(future, buffer, levels, factor):
                 pass
     # Ranks must begin the collectives of a group in one order. So all begin here, as buckets come in one order, and
     # none when another is done, which is at another moment on every rank. Behind the last bucket, none comes.
@@ -231,10 +242,42 @@ def _run_one_step_of_each(under_way: list[Iterator[None]]) -> None:
             under_way.remove(steps)
 
 
-def _completed(future: Future[Tensor], buffer: Tensor, levels: Sequence[_Level]) -> Iterator[None]:
-    """Replace a bucket by its mean, and complete its future; pause as `_mean` does."""
-    yield from _mean(buffer.view(buffer.dtype.to_real()), levels)
+def _completed(
+    future: Future[Tensor], buffer: Tensor, levels: Sequence[_Level], factor: float | None = None
+) -> Iterator[None]:
+    """Replace a bucket by its mean, and complete its future; arguments and pauses as of `_mean`."""
+    yield from _mean(buffer.view(buffer.dtype.to_real()), levels, factor)
     future.set_result(buffer)
+
+
+def scale_bucket(buffer: Tensor, factor: float) -> None:
+    """Multiply numbers in place, of a sparse tensor, too; 0 erases NaN as well."""
+    if factor == 0:
+        stored(buffer).zero_()  # 0 times NaN is NaN
+    elif factor != 1:
+        stored(buffer).mul_(factor)
+
+
+def scaled_sum(group: dist.ProcessGroup, bucket: dist.GradBucket, factor: float) -> Future[Tensor]:
+    """Return the sum of a bucket over the ranks, times a factor that all ranks have.
+
+    What has 16 bits is summed in float32, and rounded once: a sum of float16 overflows where the result does not.
+    """
+    buffer = bucket.buffer()
+    with torch.profiler.record_function("GradAvg: reduce bucket"):
+        if buffer.dtype in _HALF and not buffer.is_sparse and group.size() > 1:
+            return _begin_to_reduce(group, bucket, None, by_node=False, factor=factor)
+        scale_bucket(buffer, factor)
+        future: Future[Any] = dist.all_reduce(buffer, group=group, async_op=True).get_future()
+        if buffer.is_complex():
+            return future.then(partial(_complex_buffer, buffer))
+        return future.then(_first_value)
+
+
+def _first_value(done: Future[Any]) -> Tensor:
+    """Return the tensor of an all-reduce of one tensor."""
+    reduced: Tensor = done.value()[0]
+    return reduced
 
 
 def bfloat16(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:

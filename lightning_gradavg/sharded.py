@@ -18,12 +18,9 @@ from lightning_gradavg._training import WeighedTraining
 from lightning_gradavg.batches.part import Batches
 from lightning_gradavg.faults.part import Faults
 from lightning_gradavg.reduction.comm_hook import CommHook
-from lightning_gradavg.reduction.engine import Engine, Stock, Weighed
 from lightning_gradavg.reduction.guard import BypassGuard
 from lightning_gradavg.reduction.reduction import Reduction
-from lightning_gradavg.reduction.set_aside import PieceGradients
-from lightning_gradavg.reduction.sharded import ShardedGradients, sharded_options, sharded_rule
-from lightning_gradavg.reduction.window import OpenWindows
+from lightning_gradavg.reduction.sharded import ShardedGradients, sharded_rule
 from lightning_gradavg.rules import RULES, explained
 
 __all__ = ["GradAvgModelParallelStrategy"]
@@ -51,7 +48,7 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
     def __init__(self, *, reduction: str = "mean", **options: Any) -> None:
         rule = sharded_rule(reduction, options, ModelParallelStrategy)
         super().__init__(**options)
-        self._reduction = Reduction(rule, CommHook(None, None, None))
+        self._reduction = Reduction(rule, CommHook())
         self._batches = Batches()
         self._faults = Faults(None, buffers=False)  # the ranks hold different shards, and there is nothing to compare
         self._parts = (self._reduction, self._batches, self._faults)
@@ -64,10 +61,11 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         if not self._trains:
             return
         run, rule, mesh = self._reduction.run, self._reduction.rule, self.device_mesh
-        gradients = ShardedGradients(rule, run.module, mesh, self.optimizers)
-        engine = self._engine(gradients)
+        gradients = ShardedGradients(run.module, mesh, self.optimizers)
         # `ModelParallelStrategy` wraps no module, and has no moment `configure_ddp`.
-        self._reduction.begin(replace(run, places=tuple(gradients.places)), engine)
+        self._reduction.begin(replace(run, places=tuple(gradients.places)), gradients)
+        if rule != RULES["mean"]:
+            self._guard = BypassGuard(gradients.leaves(), rule.name, self._reduction.is_in_backward)
 
     def on_train_start(self) -> None:
         """Begin with the training loaders, which are known now."""
@@ -81,16 +79,6 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
             f" {mesh['data_parallel'].size()} data-parallel x {mesh['tensor_parallel'].size()} tensor-parallel"
             f" ranks ({dist.get_backend()}); {self._windows_in_words()}"
         )
-
-    def _engine(self, gradients: ShardedGradients) -> Engine:
-        """Return the engine of a run: FSDP2's own average under the plain mean, else windows with a guard."""
-        rule = self._reduction.rule
-        if rule == RULES["mean"]:
-            return Stock(gradients, gradients.data_parallel_size)
-        options = sharded_options(rule, gradients, user_ends_windows=self._reduction.is_manual)
-        windows = OpenWindows(options, gradients)
-        self._guard = BypassGuard(gradients.leaves(), rule.name, lambda: windows.are_in_backward)
-        return Weighed(windows, PieceGradients(()))
 
     def facts(self) -> StrategyFacts:
         """Return what determines the mathematics of a run in training."""

@@ -48,9 +48,9 @@ from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.replicas.part import OneForward, Replicas, Step
 from lightning_gradavg.report.part import Reports
 from lightning_gradavg.report.report import StepReport
-from lightning_gradavg.reproducible.engine import Tree
+from lightning_gradavg.reproducible.engine import ReplicaGradients
 from lightning_gradavg.reproducible.part import FixedArithmetic
-from lightning_gradavg.rules import RULES, RuleFunction, explained
+from lightning_gradavg.rules import RULES, explained
 
 __all__ = ["GradAvgStrategy"]
 
@@ -59,7 +59,6 @@ ReductionName = Literal[
 ]
 PresetName = Literal["data_parallel", "single_device"]
 ScalingName = Literal["none", "linear", "sqrt", "adam_sde"]
-NonFiniteName = Literal["propagate", "raise", "skip_step"]
 
 _CHECKPOINT_KEY = "lightning_gradavg"
 
@@ -82,11 +81,11 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     - the learning rate: `lr_scaling`, `base_batch_size`, `base_world_size`, `global_batch_size`, `lr_warmup_steps`,
       `allow_recipe_change`
     - evaluation: `exact_evaluation`
-    - what is checked and logged: `nonfinite`, `check_replicas_every_n_steps`, `log_hyperparams`
+    - what is checked and logged: `check_replicas_every_n_steps`, `log_hyperparams`
     - options of `DistributedDataParallel` and of Lightning's `DDPStrategy`: all others
 
     Args:
-        reduction: The name of a rule, or a function `(place, weight) -> Share`. See `lightning_gradavg.rules`.
+        reduction: The name of a rule. See `lightning_gradavg.rules`.
         equivalent_to: The run to reproduce on any number of ranks: `"data_parallel"`, that of `nn.DataParallel` on
             `num_replicas` devices, or `"single_device"`. It sets `split_batches` and `exact_evaluation`, and keeps
             buffers equal on all ranks. What it cannot reproduce is an error at the start of `fit`. See
@@ -113,9 +112,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             is an error.
         exact_evaluation: True for validation, test and prediction to see each sample exactly once, and to log the
             values of one process. See docs/evaluation.md. The default follows `equivalent_to`.
-        nonfinite: What to do if the reduced gradient is NaN or infinite, or `training_step` returns None:
-            `"propagate"` steps as stock DDP does, `"raise"` raises on all ranks, `"skip_step"` skips the step on all
-            ranks. The latter two wait for the gradients in each step. See docs/faults.md.
         check_replicas_every_n_steps: Compares the ranks' parameters after this many optimizer steps, and when training
             begins and after every epoch. If they differ, all ranks raise a `RuntimeError`. None compares nothing. See
             docs/faults.md.
@@ -163,7 +159,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     def __init__(
         self,
         *,
-        reduction: ReductionName | RuleFunction = "mean",
+        reduction: ReductionName = "mean",
         equivalent_to: PresetName | None = None,
         num_replicas: int | None = None,
         split_batches: bool | None = None,
@@ -176,7 +172,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         lr_warmup_steps: int = 0,
         allow_recipe_change: bool = False,
         exact_evaluation: bool | None = None,
-        nonfinite: NonFiniteName = "propagate",
         check_replicas_every_n_steps: int | None = 1000,
         log_hyperparams: bool = True,
         gradient_as_bucket_view: bool | None = None,
@@ -232,14 +227,12 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         make_tree = None
         if reproducible:
             assert num_replicas is not None
-            make_tree = partial(Tree, rule=options.rule, replicas=num_replicas)
+            make_tree = partial(ReplicaGradients, replicas=num_replicas)
         self._reduction = Reduction(
             options.rule,
             CommHook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper),
-            nonfinite=nonfinite,
             in_pieces=options.in_pieces,
             on_reduced=self._replicas.end_step,
-            shares_batches=options.split_batches,
             make_tree=make_tree,
         )
         self._batches = Batches()
@@ -253,7 +246,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             global_batch_size=global_batch_size,
             lr_warmup_steps=lr_warmup_steps,
             allow_change=allow_recipe_change,
-            stock=self._reduction.is_stock,
+            stock=options.rule == RULES["mean"],
         )
         self._evaluation = Evaluation()
         if options.exact_evaluation:
@@ -472,13 +465,10 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         step = Step(forward, self._backward_within_step, self._reduction, self._batches)
         try:
             with self._user_collectives():
-                output = self._replicas.run_step(step, *arguments)
+                return self._replicas.run_step(step, *arguments)
         finally:
             if self._rates.scales:
                 self._rates.end_failed_steps()
-        if self._reduction.judges and not self._reduction.run.loop.skips_backward:
-            return self._reduction.agree(output)
-        return output
 
     def _user_collectives(self) -> AbstractContextManager[None]:
         """Refuse the user's own collectives in a training step that some ranks have no samples in."""
@@ -501,7 +491,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         assert module is not None
         # As Lightning does with the last piece's loss: `ClosureResult.from_training_step_output` divides it, and
         # `MixedPrecision.pre_backward` scales it.
-        root = loss.value / module.trainer.accumulate_grad_batches
+        root = loss / module.trainer.accumulate_grad_batches
         scaler = getattr(precision, "scaler", None)
         if scaler is not None:
             root = scaler.scale(root)

@@ -10,9 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from lightning_gradavg._support.place import Place
-from lightning_gradavg.rules import Share
-
 NAN = math.nan
 INF = math.inf
 
@@ -74,53 +71,6 @@ class Trains(NamedTuple):
 def samples(*gradients: float) -> torch.Tensor:
     """Return a micro-batch of several samples, by the gradients of their losses."""
     return torch.tensor(gradients, dtype=torch.float64)
-
-
-# Rules of a user. Errors quote their names.
-
-
-def root(place: Place, weight: Any) -> Share:
-    """Average nodes, weighed by the square root of the weight, which also normalizes."""
-    return Share(weight**0.5 / place.ranks_on_node, weight**0.5)
-
-
-def halved(place: Place, weight: Any) -> Share:
-    """Return a share that does not depend on the place, so windows may have any length."""
-    return Share(weight / 2, weight)
-
-
-def infinite(place: Place, weight: Any) -> Share:
-    """Return a normalizer that is infinite on rank 1."""
-    if place.rank == 1:
-        return Share(weight, INF)
-    return Share(weight, weight)
-
-
-def no_share(place: Place, weight: Any) -> Any:
-    """Return a number, which is no share."""
-    return weight
-
-
-def of_world(place: Place, weight: Any) -> Share:
-    """Return a multiplier that depends on the length of the window."""
-    return Share(weight / place.world_size, weight)
-
-
-def drifting(place: Place, weight: Any) -> Share:
-    """Return a multiplier that depends on the length of the window, by a factor that depends on the weight."""
-    return Share(weight + place.world_size, 1.0)
-
-
-def normalizing(place: Place, weight: Any) -> Share:
-    """Return a normalizer that depends on the length of the window."""
-    return Share(weight, weight / place.ranks_on_node)
-
-
-def uneven(place: Place, weight: Any) -> Share:
-    """Return a multiplier that depends on the length of the window on rank 0 only."""
-    if place.rank == 0:
-        return Share(weight / place.ranks_on_node, weight)
-    return Share(weight, weight)
 
 
 # Communication hooks of a user. What they multiply by shows whether they were called.

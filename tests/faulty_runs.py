@@ -188,14 +188,6 @@ def fail_unreadably(returned: Any) -> None:
     raise UnreadableError
 
 
-def misspell_weight(loss: Any) -> Any:
-    return {"loss": loss, "weights": 3}
-
-
-def begin_to_weigh(loss: Any) -> Any:
-    return {"loss": loss, "weight": 3}
-
-
 def send_signal(number: int, returned: Any) -> Any:
     os.kill(os.getpid(), number)
     return returned

@@ -35,7 +35,7 @@ from toys import WEIGHTED, Recorded, TorchLoop
 import lightning_gradavg
 from benchmarks.one_gpu import OneGpu
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, average_gradients, gather, global_mean, hooks
-from lightning_gradavg.reduction.totals import GatheredRows
+from lightning_gradavg.reduction.rows import RowExchange
 from lightning_gradavg.rules import RULES
 
 Outcome = list[Tensor]
@@ -179,8 +179,8 @@ class Path:
         trainer: Options of the Trainer; precisions are for accelerators, and the CPU has float32.
         nodes: The nodes of the ranks, one for each.
         waits: Waits of the host per optimizer step, by lines of the package, on every rank; None where nothing is
-            counted, as no training goes on step after step. One per step under rules with weights is that for its
-            totals. One more per micro-batch reads a weight that is on the device.
+            counted, as no training goes on step after step. One per step under a rule is that for the rows of its
+            window. One more per micro-batch reads a weight that is on the device.
         tolerance: Of the norm of what came of it, relative to that on the CPU.
         callbacks: What makes the callbacks of a training.
         raises: The error that ends it, and words of it.
@@ -319,7 +319,6 @@ PATHS: Mapping[str, Path] = {
     "bf16-mixed": Path(fit, WEIGHTED, trainer={"precision": "bf16-mixed"}, tolerance=2e-2),
     "16-mixed with a GradScaler": Path(fit, WEIGHTED, trainer={"precision": "16-mixed"}, tolerance=2e-2),
     "sparse gradients": Path(fit, WEIGHTED, sparse),
-    "nonfinite=skip_step": Path(fit, {**WEIGHTED, "nonfinite": "skip_step"}, partial(odd, factor=math.nan)),
     "gather": Path(fit, WEIGHTED, gathering),
     # One more wait reads both totals and the count together; the exchange is one of the host here.
     "global_mean": Path(fit, {"reduction": "mean"}, of_all_ranks, waits=1),
@@ -409,11 +408,11 @@ def rows_beside_the_model() -> tuple[list[list[float]], int, int]:
     """Body: exchange a row; return all rows, how often the device waited for the model, and how often the host did."""
     device = torch.device("sim", 0)
     with mock.patch.object(SimStream, "wait_stream") as waited, waits() as found:
-        rows = GatheredRows([1.0, dist.get_rank()], device, dist.group.WORLD).read()
+        rows = RowExchange([1.0, dist.get_rank()], device, dist.group.WORLD).read()
     return rows, waited.call_count, len(found)
 
 
-def test_totals_wait_for_other_ranks_and_not_for_the_forward(sim_world: Worlds) -> None:
+def test_rows_wait_for_other_ranks_and_not_for_the_forward(sim_world: Worlds) -> None:
     """They are launched after the forward, on a stream that does not wait for it. The host waits once."""
     assert [([[1, 0], [1, 1]], 0, 1)] * 2 == sim_world(2).run(rows_beside_the_model)
 

@@ -42,7 +42,6 @@ OWN_OPTIONS = {
     "lr_warmup_steps": 0,
     "allow_recipe_change": False,
     "exact_evaluation": None,
-    "nonfinite": "propagate",
     "check_replicas_every_n_steps": 1000,
     "log_hyperparams": True,
     "gradient_as_bucket_view": None,
@@ -88,9 +87,8 @@ def test_the_logged_hyperparameters(world):
         (package.GradAvgModelParallelStrategy, "(*, reduction='mean', **options)"),
         (fabric.GradAvgStrategy, "(*, reduction='mean', split_batches=False, **options)"),
         (fabric.GradAvgStrategy.backward, "(self, tensor, module, *args, weight=None, **kwargs)"),
-        (fabric.GradAvgModelParallelStrategy, "(parallelize_fn, *, reduction='mean', **options)"),
         (package.GradAvgReducer, "(*, reduction='mean')"),
-        (package.GradAvgReducer.register, "(self, model, *, node=None)"),
+        (package.GradAvgReducer.register, "(self, model, *, node=None, comm_hook=None, comm_state=None)"),
         (package.GradAvgReducer.weigh, "(self, loss, *, weight=None, divided_by=None, samples=None)"),
         (package.average_gradients, "(module_or_parameters, *, reduction='mean', weight=None, group=None)"),
         (package.gather, "(tensors, *, group=None)"),
@@ -109,7 +107,7 @@ def test_signatures(function, expected):
 def test_the_names():
     """What `from lightning_gradavg import` gives, and the values of `strategy=` of Trainer and Fabric."""
     expected = (
-        "GradAvgModelParallelStrategy GradAvgMonitor GradAvgReducer GradAvgStrategy Place Share"
+        "GradAvgModelParallelStrategy GradAvgMonitor GradAvgReducer GradAvgStrategy"
         " average_gradients gather global_mean split_batches verify"
     )
     assert words(expected) == sorted(package.__all__)

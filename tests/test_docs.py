@@ -18,8 +18,9 @@ from sphinx.search.en import SearchEnglish
 from structure import JOURNEYS, travel
 
 import lightning_gradavg
-from lightning_gradavg import GradAvgStrategy, Place
-from lightning_gradavg.rules import RULES
+from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg._support.place import Place
+from lightning_gradavg.rules import RULES, share_of
 from lightning_gradavg.verify.causes import CAUSES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -205,7 +206,7 @@ def test_the_table_of_rules_is_that_of_the_code() -> None:
 
     assert list(RULES) == list(rows)
     for name, (w, z, formula) in rows.items():
-        assert (numbers[w], numbers[z]) == tuple(map(float, RULES[name].share(place, 5.0)))
+        assert (numbers[w], numbers[z]) == tuple(share_of(RULES[name], place, 5.0))
         assert formula.replace("n g", "n * g") == RULES[name].formula
 
 

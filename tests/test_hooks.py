@@ -217,3 +217,13 @@ def test_odd_buckets_and_groups(world, body, expected):
     """What cannot be served is the same error on all ranks that it concerns."""
     for answer, its in zip(world(len(expected)).run_expecting_errors(body), expected, strict=True):
         assert its == answer if isinstance(its, list) else its in answer.message
+
+
+def test_a_factor_of_0_erases_nan():
+    """0 times NaN is NaN. It keeps the rows of a sparse bucket, as other ranks wait for their number."""
+    dense = torch.tensor([torch.nan, 1.0])
+    rows = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.tensor([torch.nan, 1.0]), (3,), check_invariants=False)
+    for buffer in (dense, rows):
+        hooks.scale_bucket(buffer, 0.0)
+    assert [0.0, 0.0] == dense.tolist()
+    assert ([0.0, 0.0, 0.0], 2) == (rows.to_dense().tolist(), len(rows.coalesce().values()))

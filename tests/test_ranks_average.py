@@ -225,6 +225,15 @@ def misuse(name: str) -> None:
             assert torch.equal(torch.full_like(parameter, rank + 1.0), parameter.grad)
 
 
+@on_ranks()
+def test_a_rule_without_weights_ignores_them():
+    """Whatever they are, and on whichever rank: (1 + 2) / 2."""
+    parameter = nn.Parameter(torch.ones(()))
+    parameter.grad = torch.tensor(1.0 + dist.get_rank())
+    average_gradients([parameter], weight=[None, "many"][dist.get_rank()])
+    assert parameter.grad.item() == 1.5
+
+
 @pytest.mark.parametrize("name", MISUSES)
 def test_misuse_raises_the_same_error_on_all_ranks(world, name):
     """Case 32: what one rank does wrong is the same ValueError on all ranks, and no gradient has changed."""
@@ -236,5 +245,5 @@ def test_misuse_raises_the_same_error_on_all_ranks(world, name):
 def test_original_error_is_kept():
     """The error that this rank met is the cause of the one that all ranks raise."""
     with pytest.raises(ValueError, match="got 'x' of type str") as caught:
-        average_gradients([], weight="x")
+        average_gradients([], reduction="weighted_mean", weight="x")
     assert isinstance(caught.value.__cause__, TypeError)

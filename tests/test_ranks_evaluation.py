@@ -386,7 +386,6 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "of one device": lambda: GradAvgStrategy(equivalent_to="single_device"),
     "sharded": GradAvgModelParallelStrategy,
     "of Fabric": of_fabric.GradAvgStrategy,
-    "of Fabric, sharded": lambda: of_fabric.GradAvgModelParallelStrategy(lambda module, mesh: module),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import re
 import weakref
 from collections.abc import Callable
@@ -14,16 +15,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from toys import WEIGHTED, FabricLoop, OneWeight, TorchLoop, approx
 
 from lightning_gradavg import GradAvgModelParallelStrategy as OfTrainerSharded
 from lightning_gradavg import GradAvgReducer, average_gradients, gather
-from lightning_gradavg.fabric import GradAvgModelParallelStrategy as OfFabricSharded
 from lightning_gradavg.fabric import GradAvgStrategy
+from lightning_gradavg.reduction.gradients import ReplicatedGradients
 
 OF_RANKS = ([1.0, 2.0, 3.0], [5.0, 7.0])
 """The samples of each rank, whose mean is 3.6."""
@@ -36,6 +39,27 @@ def begin(loop: Callable[..., Any] = TorchLoop, **options: Any) -> tuple[Any, On
     a_loop = loop(**{**WEIGHTED, **options})
     module = OneWeight()
     return a_loop, module, a_loop.set_up(module), torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
+def test_a_strategy_can_be_pickled(reduction):
+    """As for the processes that Fabric spawns."""
+    strategy = pickle.loads(pickle.dumps(GradAvgStrategy(reduction=reduction, split_batches=True)))
+    assert strategy.samples is None
+    assert f"reduction={reduction!r}" in repr(strategy)
+
+
+def spawned(fabric: Fabric) -> float:
+    """Body: train in a process that Fabric has spawned; return the gradient."""
+    model = fabric.setup(module := OneWeight())
+    x = torch.tensor(OF_RANKS[fabric.global_rank], dtype=torch.float64)
+    fabric.backward(model(x).mean(), weight=len(x))
+    return float(module.gradient)
+
+
+def test_spawned_processes_train():
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=GradAvgStrategy(**WEIGHTED, start_method="spawn"))
+    assert approx(3.6) == fabric.launch(spawned)
 
 
 @on_ranks()
@@ -77,6 +101,69 @@ def test_a_backward_that_is_not_reduced(loop, once, left):
     with pytest.raises(RuntimeError, match="outside of it, too; and run one backward for each forward"):
         a_loop.backward((outputs * 1).mean(), weight=len(x))
     assert (None if left is None else approx(left)) == module.gradient
+
+
+@either_loop
+@on_ranks()
+def test_ddp_decides_in_its_forward(loop):
+    """A forward outside of `no_sync` reduces, wherever its backward is; one with gradients off changes nothing."""
+    a_loop, module, model, x = begin(loop)
+    outputs = model(x)
+    with torch.no_grad():
+        model(x)
+    with a_loop.no_sync(model, enabled=True):
+        a_loop.backward(outputs.mean(), weight=len(x))
+    assert approx(3.6) == module.gradient
+
+
+@either_loop
+@on_ranks()
+def test_a_reduction_that_the_user_holds_back(loop):
+    """DDP reduces in a backward within `no_sync`, as a forward outside of it has had none."""
+    a_loop, module, model, x = begin(loop)
+    model(x)
+    with a_loop.no_sync(model, enabled=True), pytest.raises(RuntimeError, match=r"in a backward within no_sync\(\)"):
+        a_loop.backward(model(x).mean(), weight=len(x))
+    assert module.gradient is None
+
+
+@pytest.mark.parametrize(("reduction", "expected"), [("mean", None), ("weighted_mean", 3.6)])
+@either_loop
+@on_ranks()
+def test_a_parameter_that_trains_after_the_model_is_wrapped(loop, reduction, expected):
+    """DDP does not know it. A window sums its gradients; under the plain mean there is none, and an error."""
+    a_loop = loop(reduction=reduction)
+    net = nn.Sequential(OneWeight(), OneWeight())
+    net[1].requires_grad_(False)
+    model = a_loop.set_up(net)
+    net[1].requires_grad_(True)
+    x = torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
+    if expected is None:
+        with pytest.raises(RuntimeError, match="trains that was frozen when DistributedDataParallel was made"):
+            model(x)
+        return
+    a_loop.backward(model(x).mean(), weight=len(x))
+    assert [approx(expected)] * 2 == [one.gradient for one in net]
+
+
+@on_ranks()
+def test_gradients_that_no_bucket_has_reduced():
+    """Every rank would keep its own. With unused parameters DDP says so itself, in its next forward."""
+    net = nn.Sequential(OneWeight(), OneWeight())
+    gradients = ReplicatedGradients(DistributedDataParallel(net), dist.group.WORLD)
+    (net[0](torch.ones(1)) * net[1](torch.ones(1))).sum().backward()
+    with pytest.raises(RuntimeError, match="DDP reduced nothing in this backward"):
+        gradients.reduce(gradients.parameters(), 1.0, in_hook=False)
+    net[1].zero_grad()
+    gradients.reduce(gradients.parameters(), 1.0, in_hook=False)
+
+
+@on_ranks()
+def test_joined_inputs_are_refused():
+    """A rank that shadows the others sends no row that they wait for."""
+    _, _, model, x = begin()
+    with pytest.raises(RuntimeError, match=r"within DistributedDataParallel\.join"), model.join():
+        model(x)
 
 
 @on_ranks()
@@ -133,10 +220,21 @@ def test_a_loss_may_reach_two_models(loop):
     a_loop.set_up(nn.Sequential(first))
     first.w.grad = torch.full((), 100.0, dtype=torch.float64)
     a_loop.backward(two(one(x)).mean(), weight=len(x))
-    some = r"some models are within no_sync\(\) and some are not"
-    with pytest.raises(RuntimeError, match=some), a_loop.no_sync(one, enabled=True):
-        a_loop.backward(two(one(x)).mean(), weight=len(x))
     assert (approx(103.6), approx(3.6)) == (first.gradient, second.gradient)
+
+
+@either_loop
+@on_ranks()
+def test_models_have_windows_of_their_own(loop):
+    """The window of the first goes on where that of the second ends: the mean of 3.6 and 3 * 3.6 is 2 * 3.6."""
+    a_loop, first, one, x = begin(loop)
+    two = a_loop.set_up(second := OneWeight())
+    with a_loop.no_sync(one, enabled=True):
+        a_loop.backward(two(one(x)).mean(), weight=len(x))
+    assert approx(3.6) == second.gradient
+    second.zero_grad()
+    a_loop.backward(two(one(3 * x)).mean(), weight=len(x))
+    assert (approx(2 * 3.6), approx(3 * 3.6)) == (first.gradient, second.gradient)
 
 
 @either_loop
@@ -169,15 +267,13 @@ def test_a_second_backward_after_the_forward_of_another_model(loop):
 @either_loop
 @on_ranks()
 def test_a_model_that_is_registered_within_a_window(loop):
-    """The window would be lost. It goes on, and the model can be registered after it."""
+    """The window goes on: every model has its own."""
     a_loop, module, model, x = begin(loop)
     with a_loop.no_sync(model, enabled=True):
         a_loop.backward(model(x).mean(), weight=len(x))
-    with pytest.raises(RuntimeError, match="register is called within a window, which would be lost"):
-        a_loop.set_up(OneWeight())
+    a_loop.set_up(OneWeight())
     a_loop.backward(model(3 * x).mean(), weight=len(x))
     assert approx((3.6 + 3 * 3.6) / 2) == module.gradient
-    a_loop.set_up(OneWeight())
 
 
 @on_ranks()
@@ -226,11 +322,9 @@ def test_a_reduction_that_raises_once():
 
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(mean)
 
-    hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
     model = DistributedDataParallel(module)
     x = torch.tensor(OF_RANKS[dist.get_rank()])
-    model.register_comm_hook(None, hook)
-    loop.reducer.register(model)
+    loop.reducer.register(model, comm_hook=hook)
     module.w.grad = torch.tensor(100.0, dtype=torch.float64)
     with pytest.raises((RuntimeError, ValueError), match="lost connection"):
         loop.backward(model(x).mean(), weight=len(x))
@@ -333,17 +427,21 @@ BY_NODE = {"reduction": "mean_of_node_means"}
     [
         (GradAvgStrategy, {"lr_scaling": "linear"}, TypeError, "is not an option of GradAvgStrategy for Fabric"),
         (GradAvgStrategy, {"find_unused_parameter": True}, TypeError, "Did you mean 'find_unused_parameters'?"),
-        (GradAvgStrategy, {"reduction": "median"}, ValueError, "reduction='median' is not a rule"),
+        (GradAvgStrategy, {"reduction": "median"}, ValueError, "reduction='median' is not one of 'mean'"),
         (GradAvgStrategy, {**BY_NODE, "split_batches": True}, ValueError, "weights all ranks of a node equally"),
         (OfTrainerSharded, {"lr_scaling": "linear"}, TypeError, "is not an option of GradAvgModelParallelStrategy"),
         (OfTrainerSharded, BY_NODE, ValueError, "Use one of 'mean', 'sum', 'weighted_mean'"),
-        (OfFabricSharded, {"tensor_paralel_size": 2}, TypeError, "Did you mean 'tensor_parallel_size'?"),
-        (OfFabricSharded, BY_NODE, ValueError, "Use one of 'mean', 'sum', 'weighted_mean'"),
+        (OfTrainerSharded, {"tensor_paralel_size": 2}, TypeError, "Did you mean 'tensor_parallel_size'?"),
     ],
 )
 def test_refused_options(make, options, error, text):
     with pytest.raises(error, match=re.escape(text)):
-        make(*[nn.Module.train] * (make is OfFabricSharded), **options)
+        make(**options)
+
+
+def test_fabric_shards_no_model():
+    with pytest.raises(ImportError, match="reduces no sharded model in Fabric"):
+        from lightning_gradavg.fabric import GradAvgModelParallelStrategy  # noqa: F401, PLC0415  # the test
 
 
 @pytest.mark.parametrize("rules", [("sum", "weighted_mean"), ("mean", "sum")])
@@ -365,6 +463,23 @@ def test_models_that_cannot_be_served():
         reducer.register(OneWeight())
     with pytest.raises(ValueError, match="static_graph=True"):
         reducer.register(DistributedDataParallel(OneWeight(), static_graph=True))
+    mixed = DistributedDataParallel(OneWeight())
+    mixed.mixed_precision = object()  # DDP takes one on an accelerator
+    with pytest.raises(ValueError, match="mixed_precision= of DistributedDataParallel"):
+        reducer.register(mixed)
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        compiled = DistributedDataParallel(OneWeight())
+    with pytest.raises(ValueError, match="optimize_ddp='python_reducer', which calls no communication hook"):
+        reducer.register(compiled)
+    hooked = DistributedDataParallel(OneWeight())
+    hooked.register_comm_hook(None, allreduce_hook)
+    with pytest.raises(ValueError, match=r"Give yours to GradAvgReducer\.register\(comm_hook=\.\.\.\)"):
+        reducer.register(hooked)
+    stepping = OneWeight()
+    # As torch's `_apply_optimizer_in_backward` leaves a parameter; its module warns when it is imported.
+    vars(stepping.w)["_in_backward_optimizers"] = []
+    with pytest.raises(ValueError, match="an optimizer that is applied in the backward, as to 'w'"):
+        reducer.register(DistributedDataParallel(stepping))
     first = DistributedDataParallel(OneWeight())
     reducer.register(first)
     with pytest.raises(ValueError, match="reduced over one process group: use a reducer for each"):

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,8 +25,6 @@ from case_parts import (
     Fails,
     Steep,
     Trains,
-    halved,
-    root,
 )
 from cases import Case
 from ranks import SHARDS_ON_CPU
@@ -42,7 +40,7 @@ STEPS = 4
 IN_ONE_CALL = 10
 NODES = ([[0, 0], [0, 1]], [[1, 0, 0], [0, 0, 0]], [[0, 0], [0, 1]], [[0]])
 """The nodes of the ranks; of the seeds of one call, as many ranks."""
-COUNTS_RANKS = ("mean_of_node_sums", "mean_of_node_means", "sum_of_node_means", "root")
+COUNTS_RANKS = ("mean_of_node_sums", "mean_of_node_means", "sum_of_node_means")
 """Rules that depend on how many ranks there are, or are on a node."""
 MAGNITUDES = [0.0, 0.0, 1.0, 3.0, 0.125, 4096.0, 1e-3]
 """Weights."""
@@ -65,7 +63,6 @@ OPTIONS = {
 """Options of DDP."""
 OPTIONS_OF_TRAINER = {
     "static_graph": Chance(0.1, [True]),
-    "nonfinite": Chance(0.5, ["raise", "skip_step"]),
     "check_replicas_every_n_steps": Chance(0.2, [None, 1]),
 }
 """Options that the strategies of the Trainer have, too."""
@@ -112,10 +109,6 @@ class Drawn:
         return self.way in OF_DDP
 
     @property
-    def nonfinite(self) -> str:
-        return str(self.options.get("nonfinite", "propagate"))
-
-    @property
     def uneven(self) -> bool:
         """Whether ranks have different numbers of micro-batches."""
         return len({*self.counts}) > 1
@@ -124,12 +117,10 @@ class Drawn:
         self.way = draw.choice([*WAYS, *["automatic"] * 3, *["split"] * 3])
         if self.way == "sharded" and not SHARDS_ON_CPU:
             self.way = "automatic"
-        rules: Sequence[Any] = [*RULES, root, halved]
-        if self.way == "split":
-            rules = [*RULES]
-        elif self.way == "sharded":
+        rules: Sequence[str] = [*RULES]
+        if self.way == "sharded":
             rules = OF_SHARDED
-        self.reduction: Any = draw.choice(rules)
+        self.reduction = draw.choice(rules)
         self.rule = resolve_rule(self.reduction)
 
     def _draw_options(self, draw: random.Random) -> None:
@@ -158,8 +149,8 @@ class Drawn:
             self.lengths = draw.choices([1, 2, 4], k=STEPS)
 
     def _draw_changes(self, draw: random.Random) -> None:
-        """Draw whether two optimizers have a window each, which are open at once, or parameters freeze and unfreeze."""
-        self.takes_turns = self.way in LOOPS and comes_true(draw, 0.25)
+        """Draw whether two optimizers take turns, as the plain mean allows, or parameters freeze and unfreeze."""
+        self.takes_turns = self.way in LOOPS and self.rule.name == "mean" and comes_true(draw, 0.5)
         if self.takes_turns:
             self.lengths = draw.choices([2, 3, 4], k=STEPS)
         self.freezes = self.of_ddp and not self.takes_turns and comes_true(draw, 0.25)
@@ -170,7 +161,7 @@ class Drawn:
 
     def _draw_fault_and_weight(self, draw: random.Random, micro_batches: int) -> None:
         """Draw a fault of one micro-batch, and what the weights are; both must be possible in the way."""
-        self.fault = draw.choice([None, None, "nan", "none", "steep"])
+        self.fault = draw.choice([None, None, "nan", "steep"])
         self.weight = draw.choice([None, None, "samples", "drawn", "drawn", "zero but on rank 0"])
         # The rank and the micro-batch of the fault.
         self.fault_at = (draw.randrange(self.size), draw.randrange(micro_batches))
@@ -179,11 +170,6 @@ class Drawn:
         elif (self.fault is not None or self.way != "automatic" or self.changes) and self.weight is None:
             self.weight = "samples"
         self.wrong_weight = self.weight is not None and self.rule.uses_weight and comes_true(draw, 0.05)
-        # Without a loss one rank raises alone, or all leave the step out: docs/faults.md
-        is_judged = self.way == "automatic" and self.nonfinite != "propagate" and self.size > 1
-        may_have_no_loss = is_judged and (self.fault_at[1] > 0 or "static_graph" not in self.options)
-        if self.fault == "none" and not may_have_no_loss:
-            self.fault = "nan"
         if self.fault == "steep" and (self.way != "automatic" or self.changes):
             self.fault = "nan"
 
@@ -213,9 +199,7 @@ class Drawn:
 
     def _draw_what_is_kept(self, draw: random.Random) -> None:
         """Draw whether gradients are kept: nothing is added to NaN, so faults must be left out."""
-        leaves_out = self.nonfinite == "skip_step" and self.way == "automatic"
-        has_no_fault = self.fault is None and self.nonfinite == "propagate"
-        self.keeps = self.of_ddp and (leaves_out or has_no_fault) and comes_true(draw, 0.4)
+        self.keeps = self.of_ddp and self.fault is None and comes_true(draw, 0.4)
 
     def _draw_interruptions(self, draw: random.Random) -> None:
         """Draw, before each step of a loop, what begins its window and is given up, and a window whose backward raises.
@@ -309,16 +293,11 @@ class Drawn:
         return self.has_tail and self.collects
 
     @property
-    def stops(self) -> bool:
-        """Whether a parameter ceases to train within a window that has a gradient of it."""
+    def changes_within_a_window(self) -> bool:
+        """Whether other parameters train in one micro-batch of a window than in another."""
         if not self.freezes:
             return False
-        for step in self.steps:
-            trained = [self.trains[index] for index in step]
-            for before, after in pairwise(trained):
-                if not set(before) <= set(after):
-                    return True
-        return False
+        return any(len({self.trains[index] for index in step}) > 1 for step in self.steps)
 
     @property
     def may_raise(self) -> bool:  # noqa: PLR0911  # one for each reason
@@ -326,38 +305,23 @@ class Drawn:
         # A node's ranks have the same say.
         if self.way == "split" and self.rule.name in ("mean_of_node_means", "sum_of_node_means"):
             return True
-        # A static graph is judged, or has windows, or a first step without a loss.
+        # Under a static graph DDP reduces past its hook.
         if "static_graph" in self.options:
-            return True
-        # A step by hand is judged.
-        if self.nonfinite != "propagate" and self.way == "manual":
             return True
         # Ranks are counted that are done.
         if self.uneven and (self.rule.name in COUNTS_RANKS or self.way == "manual"):
             return True
-        # A fault is an error.
-        if self.fails and self.nonfinite == "raise":
-            return True
         # A weight that is none.
         if self.wrong_weight:
             return True
-        # A user's rule depends on the length of a window.
-        if self.reduction is root and max(self.lengths) > 1:
-            return True
-        # A parameter stops training within a window, where there is one: the plain mean has none.
-        if self.stops and not (self.rule.name == "mean" and self.nonfinite == "propagate"):
+        # Other parameters train within a window, where there is one: the plain mean has none where lengths are known.
+        if self.changes_within_a_window and (self.rule.name != "mean" or self.stream):
             return True
         # A rank without samples runs a collective.
         if self.must_raise:
             return True
         # A rank has no batch at all.
         return 0 in self.counts and (not self.stream or self.way == "manual")
-
-    @property
-    def fails(self) -> bool:
-        """Whether the fault is in a micro-batch that its rank has."""
-        rank, index = self.fault_at
-        return self.fault is not None and index < self.counts[rank]
 
     def weight_of(self, rank: int, index: int) -> float:
         """Return the weight of a micro-batch: by default the number of its samples."""
@@ -384,11 +348,11 @@ class Drawn:
         if self.weight is None:
             return self.samples[index][rank]
         weight = self.weight_of(rank, index)
-        gradient: float | None = self.loss_of(rank, index)
+        gradient = self.loss_of(rank, index)
         if (rank, index) == self.fault_at and self.fault is not None:
             if self.fault == "steep":
                 return Steep(gradient, weight)
-            gradient = None if self.fault == "none" else NAN
+            gradient = NAN
         if self.changes:
             return Trains(gradient, weight, self.trains[index], self._ends(index))
         return gradient, weight
@@ -400,15 +364,8 @@ class Drawn:
         (step,) = (step for step in self.steps if index in step)
         return all(self.trains[later] != self.trains[index] for later in range(index + 1, step.stop))
 
-    def is_left_out(self, indices: range) -> bool:
-        """Return whether a step is left out for the fault, which a weight of 0 keeps out unless there is no loss."""
-        rank, index = self.fault_at
-        if not self.fails or index not in indices or self.nonfinite != "skip_step":
-            return False
-        return self.weight_of(rank, index) > 0 or not self.rule.uses_weight or self.fault == "none"
-
     def gradient(self, name: str, indices: range) -> float:
-        """Return the gradient of a parameter in a step that is not left out, by one process."""
+        """Return the gradient of a parameter in a step, by one process."""
         gradients: list[float] = []
         nodes: list[int] = []
         weights: list[float] = []
@@ -439,9 +396,6 @@ class Drawn:
             if raises:
                 expected.append(kept)
             before = nothing if given_up else kept
-            if self.is_left_out(step):
-                expected.append(nothing)
-                continue
             gradients = tuple(old + self.gradient(name, step) for old, name in zip(before, BOTH, strict=True))
             expected.append(gradients)
             kept = gradients if self.keeps else nothing

@@ -100,10 +100,8 @@ REPLICAS = {"equivalent_to": "data_parallel", "num_replicas": 4}
 PASSES: dict[str, tuple[int, dict[str, Any], list[int]]] = {
     "plain": (2, {}, [8, 8, 6]),
     "weighted": (2, {"reduction": "weighted_mean"}, [8, 8, 6]),
-    "non-finite steps are skipped": (2, {"nonfinite": "skip_step"}, [8, 8, 6]),
     "a replica on each rank": (2, {"equivalent_to": "data_parallel"}, [4, 4, 3]),
     "several replicas": (2, REPLICAS, [2, 2, 2]),
-    "several replicas, judged": (2, {**REPLICAS, "nonfinite": "skip_step"}, [2, 2, 2]),
     "a rank without samples": (3, REPLICAS, [2, 2, 2]),
     "replicas without a preset": (2, {**SPLIT, "num_replicas": 4}, [2, 2, 2]),
     "one device": (2, {"equivalent_to": "single_device"}, [8, 8, 6]),
@@ -134,5 +132,5 @@ def test_a_pass_without_backwards_updates_batch_norm_alone(world, tmp_path, name
         assert torch.equal(torch.stack(seen.weights), torch.stack(ranks[0].weights))
         assert torch.equal(seen.weights[0] - 0.05 * seen.gradients[0], seen.weights[1])
         assert (seen.backwards, seen.losses) == (0, len(SIZES))
-        of_ranks = size if strategy.keys() <= {"reduction", "nonfinite"} else 1
+        of_ranks = size if strategy.keys() <= {"reduction"} else 1
         assert SIZES[0] * of_ranks == seen.global_batch

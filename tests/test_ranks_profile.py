@@ -72,20 +72,17 @@ def reduce_by_hook() -> None:
 
 TREE = {"num_replicas": 2, "reproducible": True, "reduction": "weighted_mean"}
 SCOPES: Mapping[str, tuple[Callable[[], None], set[str]]] = {
-    "weighted_mean": (partial(train, WEIGHTED), {"exchange totals", "wait for totals"}),
+    "weighted_mean": (partial(train, WEIGHTED), {"exchange rows", "wait for rows", "reduce bucket"}),
     "weighted_mean in windows": (
         partial(train, WEIGHTED, accumulate_grad_batches=3),
-        {"choose lift", "exchange totals", "wait for totals", "scale gradients"},
+        {"choose unit", "exchange rows", "wait for rows", "reduce bucket"},
     ),
-    "sum": (partial(train, {"reduction": "sum"}), set()),
-    "kept gradients": (
-        partial(train, {"reduction": "weighted_mean", "nonfinite": "raise"}),
-        {"keep gradients", "add kept gradients", "check gradients"},
-    ),
+    "sum": (partial(train, {"reduction": "sum"}), {"exchange rows", "agree on termination"}),
+    "kept gradients": (partial(train, WEIGHTED), {"keep gradients", "add kept gradients"}),
     "weight 0": (weigh_zero, {"discard gradient"}),
     "reproducible": (
         partial(train, TREE),
-        {"exchange totals", "wait for totals", "add replica", "sum of replicas"},
+        {"exchange rows", "wait for rows", "add replica", "sum of replicas"},
     ),
     "replicas": (
         partial(train, {"equivalent_to": "data_parallel", "num_replicas": 4}),

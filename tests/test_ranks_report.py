@@ -80,8 +80,6 @@ REPORTS: dict[str, tuple[Any, ...]] = {
     "a normalized sum": (WINDOWS, {"loss": "sum"}, {"reduction": "normalized_sum"}, TWO, [(4.5, 8.0, (4, 4))]),
     "case 13, a short last window": (SHORT, {}, {}, TWO, SHORT_NUMBERS),
     "case 13, weighted": (SHORT, {}, WEIGHTED, TWO, SHORT_NUMBERS),
-    "static graph, weighted": (
-        ITEM_2, {"kind": "s"}, {**WEIGHTED, "static_graph": True}, {}, [(7.5, 4.0, (3, 1))]),
     "case 5, a rank without samples": ([[[2, 4]], [[]]], {}, WEIGHTED, {}, [(3.0, 2.0, (2, 0))]),
     "two parameters": (
         [[[[3, 0]]], [[[0, 4]]]], {"start": [0.0, 0.0]}, {**WEIGHTED, "gradient_as_bucket_view": True}, {},

@@ -24,7 +24,7 @@ from torchmetrics import MaxMetric, MeanMetric, SumMetric
 from toys import Toy, make_loader
 
 from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.reduction.totals import Totals, TotalsExchange
+from lightning_gradavg.reduction.rows import RowExchange
 
 
 class Script(Model):
@@ -388,48 +388,31 @@ class CountingOnRank1(Weighing):
         return loss
 
 
-class MisspellingOnRank1(Weighing):
-    def returns(self, loss: Tensor) -> Any:
-        if dist.get_rank() == 1:
-            return {"loss": loss, "weights": 3}
-        return loss
-
-
 def events_of_steps(kind: type[Weighing], strategy: Options, accumulation: int = 1) -> list[str]:
-    """Body: in which order backwards begin and this rank waits for the totals of all ranks."""
+    """Body: in which order backwards begin and this rank waits for the rows of all ranks."""
     module, events = kind(), list[str]()
     vars(module)["events"] = events
-    read = TotalsExchange.read
+    read = RowExchange.read
 
-    def noted(exchange: TotalsExchange) -> Totals:
-        events.append("totals")
+    def noted(exchange: RowExchange) -> list[list[float]]:
+        events.append("rows")
         return read(exchange)
 
-    with patch.object(TotalsExchange, "read", noted):
+    with patch.object(RowExchange, "read", noted):
         trainer = make_trainer(GradAvgStrategy(**strategy), max_epochs=1, accumulate_grad_batches=accumulation)
         trainer.fit(module, module.loader([8, 8, 8]))
     return events
 
 
+@pytest.mark.parametrize("kind", [Weighing, Counting])
 @pytest.mark.parametrize("strategy", [single(), parallel(2), {"split_batches": True, "reduction": "weighted_mean"}])
-def test_ranks_that_share_a_batch_exchange_totals_once_unless_the_user_gives_weights(world, strategy):
-    """Every rank knows the samples of all. A weight of the user's is known to its rank alone."""
-    assert [["totals", "backward", "backward", "backward"]] * 2 == world(2).run(events_of_steps, Weighing, strategy)
-    assert [["totals", "backward"] * 3] * 2 == world(2).run(events_of_steps, Counting, strategy)
+def test_ranks_wait_for_each_other_within_the_last_backward_of_a_window(world, strategy, kind):
+    """And once before the first backward of a run, to choose the unit of its weights."""
+    assert [["rows", *["backward", "rows"] * 3]] * 2 == world(2).run(events_of_steps, kind, strategy)
+    events = world(2).run(events_of_steps, kind, strategy, accumulation=2)
+    assert [["rows", "backward", "backward", "rows", "backward", "rows"]] * 2 == events
 
 
-def test_a_short_last_window_of_one_exchanges_no_totals_either(world):
-    """A window of two micro-batches exchanges totals after its backwards."""
-    events = world(2).run(events_of_steps, Weighing, single(), accumulation=2)
-    assert [["backward", "backward", "totals", "backward"]] * 2 == events
-
-
-@pytest.mark.parametrize("kind", [CountingOnRank1, MisspellingOnRank1])
-def test_a_weight_on_one_rank_is_an_error_on_all(world, kind):
-    """The rank that waits for the totals must not raise while the other one's backward waits for it."""
-    expected = {
-        CountingOnRank1: "the ranks' losses differ: no weight given on rank 0; a weight given on rank 1",
-        MisspellingOnRank1: "reduction='mean' cannot be applied on rank 1: the result of training_step has 'weights'",
-    }
-    for raised in world(2).run_expecting_errors(events_of_steps, kind, single()):
-        assert expected[kind] in raised.message
+def test_a_weight_on_one_rank_is_an_error_on_all(world):
+    for raised in world(2).run_expecting_errors(events_of_steps, CountingOnRank1, single()):
+        assert "the ranks' losses differ: no weight given on rank 0; a weight given on rank 1" in raised.message

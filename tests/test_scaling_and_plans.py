@@ -38,7 +38,7 @@ from lightning_gradavg.rates.scaling import (
     scaled_steps,
     warmup_factor,
 )
-from lightning_gradavg.rules import RULES
+from lightning_gradavg.rules import RULES, share_of
 
 COUNTS = st.integers(1, 64)
 ADAM: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8}
@@ -600,8 +600,8 @@ def test_multipliers_of_a_step_are_those_of_a_toy(rule: str, lr_scaling: str) ->
 
     def gradient(size: int, nodes: int) -> float:
         """Return the reduced gradient of samples with the gradient 1, each on a rank of its own."""
-        pairs = [RULES[rule].share(Place(rank, size, 0, size // nodes), 1.0) for rank in range(size)]
-        return sum(float(w) for w, _ in pairs) / sum(float(z) for _, z in pairs)
+        pairs = [share_of(RULES[rule], Place(rank, size, 0, size // nodes), 1.0) for rank in range(size)]
+        return sum(w for w, _ in pairs) / sum(z for _, z in pairs)
 
     for size, nodes in itertools.product((8, 16, 32, 128), (1, 2)):
         growth = gradient(size, nodes) / gradient(16, 1)

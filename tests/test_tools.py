@@ -25,7 +25,7 @@ from benchmarks.block import WARMUP
 from benchmarks.models import MODELS, Measured
 from benchmarks.world import World
 from lightning_gradavg.batches.progress import TrainingIterator
-from lightning_gradavg.reduction.totals import GatheredRows
+from lightning_gradavg.reduction.rows import RowExchange
 
 
 def fail_alone(code: int | None) -> None:
@@ -145,11 +145,11 @@ def test_times_of_growth_are_drawn_as_their_streams_say():
 
 
 def reads_under(name: str) -> tuple[int, list[torch.Tensor]]:
-    """Body: train two steps under a variant; return how often the host read totals, and the parameters."""
+    """Body: train two steps under a variant; return how often the host read rows, and the parameters."""
     torch.manual_seed(0)
     module = Measured(MODELS["mlp"].model())
-    read = GatheredRows.read
-    with mock.patch.object(GatheredRows, "read", autospec=True, side_effect=read) as counted:
+    read = RowExchange.read
+    with mock.patch.object(RowExchange, "read", autospec=True, side_effect=read) as counted:
         world = world_of_torchrun()
         seconds = host_read.seconds_of(host_read.VARIANTS[name], module, MODELS["mlp"].batch(), 2, world)
     assert seconds > 0
@@ -157,10 +157,10 @@ def reads_under(name: str) -> tuple[int, list[torch.Tensor]]:
 
 
 def test_the_benchmark_of_host_reads_leaves_out_all_but_the_first(world):
-    """The switch of the benchmark changes how often the host reads totals, and no parameter."""
+    """The switch of the benchmark changes how often the host reads rows, and no parameter. One read is for u."""
     steps = WARMUP + 2 + 1
     found = {name: world(2).run(reads_under, name) for name in host_read.VARIANTS}
-    expected = dict(zip(host_read.VARIANTS, (0, 1, steps, steps), strict=True))
+    expected = dict(zip(host_read.VARIANTS, (0, 2, steps + 1, steps + 1), strict=True))
     assert expected == {name: reads for name, ((reads, _), _) in found.items()}
     assert expected == {name: reads for name, (_, (reads, _)) in found.items()}
     _, (_, unread), (_, as_it_is), (_, on_device) = (of_ranks[0] for of_ranks in found.values())

@@ -1,52 +1,100 @@
-"""The states of a window: what each allows, and what an exception leaves. One process, no collectives."""
+"""The states of a window: what each allows, what an exception leaves, and the factor. One process, no collectives."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
+from toys import approx
 
 from lightning_gradavg._support.collectives import World
 from lightning_gradavg._support.place import Place
-from lightning_gradavg.reduction import lift
-from lightning_gradavg.reduction.gradients import ReplicatedGradients
-from lightning_gradavg.reduction.lift import WindowOptions
-from lightning_gradavg.reduction.loss import MicroBatch, WeighedLoss
-from lightning_gradavg.reduction.window import OpenWindows, Window, WindowState
-from lightning_gradavg.rules import RULES, Rule, Share, resolve_rule
+from lightning_gradavg.reduction import window as window_module
+from lightning_gradavg.reduction.gradients import Backward, scale_gradients
+from lightning_gradavg.reduction.kept import Apart
+from lightning_gradavg.reduction.loss import MicroBatch, weighed
+from lightning_gradavg.reduction.rows import NOTHING_TO_COMPARE, Row, exact_sum
+from lightning_gradavg.reduction.window import Ranks, WeightUnit, Window, WindowState
+from lightning_gradavg.rules import RULES, Rule, Share
+
+ALONE = Ranks(World(), (Place(),), torch.device("cpu"))
+
+
+class OfOneRank:
+    """The gradients of a model on one rank, which are multiplied after the last backward."""
+
+    copies = 1
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._apart = Apart()
+
+    def parameters(self) -> Sequence[nn.Parameter]:
+        return self._parameters
+
+    def leaves(self) -> Sequence[nn.Parameter]:
+        return self._parameters
+
+    def begin_backward(self, parameters: Sequence[nn.Parameter], backward: Backward) -> None:
+        self._apart.enter(parameters)
+
+    def end_backward(self, backward: Backward) -> None:
+        if not backward.is_last_of_step:
+            self._apart.leave()
+
+    def reduce(self, parameters: Sequence[nn.Parameter], factor: float, *, in_hook: bool) -> None:
+        if factor == 0:
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+        else:
+            scale_gradients(parameters, factor)
+
+    def reduce_unfrozen(self, factor: float) -> None:
+        raise AssertionError("a window does not call it")
+
+    def add_earlier(self) -> None:
+        self._apart.add_earlier()
+
+    def abandon(self, *, are_zeroed: bool = False) -> None:
+        if are_zeroed:
+            self._apart.drop()
+        else:
+            self._apart.restore_earlier()
 
 
 class Loop:
     """A user's own loop with two parameters, under the mean weighted by weights, or another rule."""
 
-    def __init__(self, rule: Rule = RULES["weighted_mean"], **options: bool) -> None:
+    def __init__(self, rule: Rule = RULES["weighted_mean"], **options: Any) -> None:
         self.first, self.second = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
-        given = WindowOptions(rule, (Place(),), World(), torch.device("cpu"), **{"user_ends_windows": True, **options})
-        self.windows = OpenWindows(given, ReplicatedGradients([self.first, self.second]))
+        self.unit = WeightUnit(rule, ALONE)
+        gradients = OfOneRank([self.first, self.second])
+        self.window = Window(rule, ALONE, gradients, self.unit, **{"user_ends_windows": True, **options})
 
     def train(self, *, first: bool, second: bool) -> None:
         self.first.requires_grad_(first)
         self.second.requires_grad_(second)
 
-    def loss(self, gradient: float, weight: float) -> WeighedLoss:
-        return WeighedLoss(gradient * self.first + gradient * self.second, MicroBatch(weight, explicit=True))
+    def backward(self, gradient: float, weight: float, *, last: bool, divisor: float = 1.0, **step: bool) -> None:
+        self.backward_of(gradient * (self.first + self.second), weight, last=last, divisor=divisor, **step)
 
-    def backward(self, gradient: float, weight: float, *, last: bool) -> Window:
-        return self.backward_of(self.loss(gradient, weight), last=last)
-
-    def backward_of(self, loss: WeighedLoss, *, last: bool) -> Window:
-        window = self.windows.next(loss)
-        window.add(loss, ends_window=last)
-        window.begin_backward(loss)
-        loss.value.backward()
-        if window.end_backward():
-            window.close()
-        return window
+    def backward_of(self, loss: Tensor, weight: float, *, last: bool, divisor: float = 1.0, **step: bool) -> None:
+        factor = self.window.add(MicroBatch(weight, explicit=True), ends=last, divisor=divisor)
+        self.window.begin_backward(**step)
+        (weighed(loss, lambda: factor) / divisor).backward()
+        self.window.end_backward()
+        if self.window.has_ended:
+            self.window.reduce()
+            self.window.close()
 
     @property
     def gradients(self) -> tuple[float | None, float | None]:
@@ -55,38 +103,58 @@ class Loop:
 
 
 def test_states_in_their_order():
-    """EMPTY, ENTERED, BACKWARD, OPEN, ENTERED, BACKWARD, REDUCED, EMPTY."""
+    """Every call has its state; (2 * 1 + 6 * 3) / 4 is 5."""
     loop = Loop()
-    loss = loop.loss(2.0, 1)
-    window = loop.windows.next(loss)
+    window = loop.window
     found = [window.state]
-    for gradient, last in ((2.0, False), (6.0, True)):
-        loss = loop.loss(gradient, 1 if gradient == 2 else 3)
-        window.add(loss, ends_window=last)
+    for gradient, weight, last in ((2.0, 1, False), (6.0, 3, True)):
+        factor = window.add(MicroBatch(weight), ends=last)
         found.append(window.state)
-        window.begin_backward(loss)
+        window.begin_backward()
         found.append(window.state)
-        loss.value.backward()
-        assert window.end_backward() is last
+        weighed(gradient * loop.first + gradient * loop.second, lambda: factor).backward()  # noqa: B023  # run at once
+        window.end_backward()
         found.append(window.state)
+    window.reduce()
+    found.append(window.state)
     window.close()
     found.append(window.state)
-    names = "EMPTY ENTERED BACKWARD OPEN ENTERED BACKWARD REDUCED EMPTY"
+    names = "EMPTY WEIGHED BACKWARD OPEN WEIGHED BACKWARD ENDED REDUCED EMPTY"
     assert [WindowState[name] for name in names.split()] == found
-    assert ((2 + 18) / 4, (2 + 18) / 4) == loop.gradients
+    assert (5.0, 5.0) == loop.gradients
 
 
-@pytest.mark.parametrize("call", ["begin_backward", "end_backward", "close"])
+@pytest.mark.parametrize("call", ["begin_backward", "end_backward", "reduce", "close"])
 def test_an_empty_window_allows_add_alone(call):
-    loop = Loop()
-    loss = loop.loss(1.0, 1)
-    window = loop.windows.next(loss)
     with pytest.raises(AssertionError, match="a window that has no micro-batch cannot be one that"):
-        getattr(window, call)(*[loss] * (call == "begin_backward"))
+        getattr(Loop().window, call)()
+
+
+@pytest.mark.parametrize("name", ["weighted_mean", "normalized_sum", "mean", "sum"])
+@pytest.mark.parametrize("divisor", [1.0, 4.0])
+@given(weights=st.lists(st.integers(0, 50), min_size=1, max_size=4))
+def test_one_factor_is_the_rule(name, divisor, weights):
+    """Gradient i + 1 has weight i; N does not matter."""
+    loop = Loop(RULES[name])
+    for index, weight in enumerate(weights):
+        loop.backward(index + 1.0, weight, last=index == len(weights) - 1, divisor=divisor)
+    counted = [weight if RULES[name].uses_weight else 1 for weight in weights]
+    total = sum(counted)
+    multipliers = {
+        "weighted_mean": counted,
+        "normalized_sum": [float(weight > 0) for weight in weights],
+        "mean": counted,
+        "sum": counted,
+    }[name]
+    normalizer = 1 if name == "sum" else total
+    expected = 0.0
+    if normalizer > 0:
+        expected = sum(w * (index + 1) for index, w in enumerate(multipliers)) / normalizer
+    assert [approx(expected, 1e-6)] * 2 == [*loop.gradients]
 
 
 def test_gradients_from_before_a_window_are_not_multiplied():
-    """They are set aside, and added after the reduction."""
+    """They are taken away, and added after the reduction."""
     loop = Loop()
     loop.first.grad = torch.tensor(100.0)
     loop.backward(2.0, 1, last=False)
@@ -94,119 +162,102 @@ def test_gradients_from_before_a_window_are_not_multiplied():
     assert (100 + 5.0, 5.0) == loop.gradients
 
 
+def test_gradients_from_before_a_step_in_pieces_are_zeroed():
+    """Lightning zeroes between the first backward of a step and its last; the gradients of the pieces stay."""
+    loop = Loop(user_ends_windows=False)
+    loop.first.grad = torch.tensor(100.0)
+    loop.backward(2.0, 1, last=False, is_last_of_step=False)
+    assert (100.0, None) == loop.gradients
+    loop.first.grad = None
+    loop.backward(6.0, 3, last=True)
+    assert (5.0, 5.0) == loop.gradients
+
+
 def test_an_exception_leaves_the_gradients_from_before():
     """The window is empty, and the next one counts nothing of it."""
     loop = Loop()
     loop.first.grad = torch.tensor(100.0)
     loop.backward(2.0, 1, last=False)
-    loss = loop.loss(6.0, -3)
-    window = loop.windows.next(loss)
-    window.add(loss, ends_window=True)
-    window.begin_backward(loss)
-    loss.value.backward()
     with pytest.raises(ValueError, match=r"applied: in micro-batch 1 of 2, weight -3 is not a finite number"):
-        window.end_backward()
+        loop.backward(6.0, -3, last=True)
     assert (100.0, None) == loop.gradients
-    assert window.state == WindowState.EMPTY
+    assert loop.window.is_empty
     loop.backward(4.0, 7, last=True)
     assert (104.0, 4.0) == loop.gradients
 
 
-def test_two_optimizers_have_windows_of_their_own():
-    """First 2 and 6 of weights 1 and 3, second 3 and 5 of weights 1 and 1, in turns."""
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True)])
+def test_other_parameters_within_a_window_are_refused(first, second):
+    """They begin to train, or stop: as where two optimizers take turns."""
     loop = Loop()
-    for last, first, second in ((False, (2.0, 1), (3.0, 1)), (True, (6.0, 3), (5.0, 1))):
-        loop.train(first=True, second=False)
-        loop.backward(*first, last=last)
-        loop.train(first=False, second=True)
-        loop.backward(*second, last=last)
-    assert (5.0, 4.0) == loop.gradients
+    loop.train(first=True, second=first)
+    loop.backward_of(2.0 * loop.first, 1, last=False)
+    loop.train(first=True, second=second)
+    with pytest.raises(ValueError, match="in micro-batch 1 of 2, other parameters train than in the micro-batches"):
+        loop.backward_of(2.0 * loop.first, 1, last=True)
 
 
-def test_windows_that_share_parameters_are_refused():
-    loop = Loop()
-    loop.backward(2.0, 1, last=False)
-    loop.train(first=True, second=False)
-    with pytest.raises(ValueError, match="two windows are open at once"):
-        loop.backward(2.0, 1, last=True)
+@pytest.mark.parametrize(("at_once", "refused"), [(True, True), (False, False)])
+def test_several_optimizers_in_a_window(at_once, refused):
+    """Each may have a loss of its own, of other weights; but not where the other one's parameters are frozen."""
+    loop = Loop(optimizers=lambda: optimizers)
+    optimizers = [torch.optim.SGD([loop.first]), torch.optim.SGD([loop.second])]
+    loop.train(first=True, second=at_once)
+    loop.backward_of(2.0 * loop.first, 1, last=False)
+    if refused:
+        with pytest.raises(ValueError, match="several optimizers train in a window of several micro-batches"):
+            loop.backward_of(6.0 * loop.second, 1, last=True)
+        return
+    loop.backward_of(6.0 * loop.first, 1, last=True)
+    assert (4.0, None) == loop.gradients
 
 
 @pytest.mark.parametrize("to_none", [True, False])
 def test_zeroed_gradients_give_a_window_up(to_none):
     loop = Loop()
+    loop.first.grad = torch.tensor(100.0)
     loop.backward(2.0, 1, last=False)
     torch.optim.SGD([loop.first, loop.second]).zero_grad(set_to_none=to_none)
     loop.backward(6.0, 3, last=True)
     assert (6.0, 6.0) == loop.gradients
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-def test_gradients_zeroed_in_part_are_refused(to_none):
+def test_gradients_set_to_none_in_part_are_refused():
     """As if the first parameter's optimizer had a window of its own: no weight is right for both."""
     loop = Loop()
     loop.backward(2.0, 1, last=False)
-    torch.optim.SGD([loop.first]).zero_grad(set_to_none=to_none)
+    loop.first.grad = None
     with pytest.raises(ValueError, match="the gradients of some parameters were zeroed within a window"):
         loop.backward(6.0, 3, last=True)
 
 
-def test_clipping_within_a_window_is_no_zeroing():
-    """It touches all gradients, of which one is zero."""
+@pytest.mark.parametrize(
+    "clip", [lambda gradient: gradient.mul_(0.5), lambda gradient: gradient * 0.5], ids=["in place", "anew"]
+)
+def test_clipping_within_a_window_is_no_zeroing(clip: Callable[[Tensor], Tensor]):
+    """In place or not. It touches all gradients, of which one is zero."""
     loop = Loop()
-    loss = WeighedLoss(2 * loop.first + 0 * loop.second, MicroBatch(1, explicit=True))
-    window = loop.windows.next(loss)
-    window.add(loss, ends_window=False)
-    window.begin_backward(loss)
-    loss.value.backward()
-    window.end_backward()
+    loop.backward_of(2 * loop.first + 0 * loop.second, 1, last=False)
     for parameter in (loop.first, loop.second):
         assert parameter.grad is not None
-        parameter.grad.mul_(0.5)
+        parameter.grad = clip(parameter.grad)
     loop.backward(6.0, 1, last=True)
     assert ((1 + 6) / 2, 3.0) == loop.gradients
 
 
-def with_three(clips: Callable[[Loop, nn.Parameter], None]) -> tuple[float | None, ...]:
-    """Return the gradients of a window of two micro-batches whose first one leaves 2, 2 and 0, which a loop `clips`."""
-    loop, third = Loop(), nn.Parameter(torch.ones(()))
-    loop.windows = OpenWindows(loop.windows.options, ReplicatedGradients([loop.first, loop.second, third]))
-    loop.backward_of(
-        WeighedLoss(2 * loop.first + 2 * loop.second + 0 * third, MicroBatch(1, explicit=True)), last=False
-    )
-    clips(loop, third)
-    loop.backward_of(WeighedLoss(6 * (loop.first + loop.second + third), MicroBatch(1, explicit=True)), last=True)
-    return *loop.gradients, None if third.grad is None else third.grad.item()
-
-
-def test_clipping_some_gradients_is_no_zeroing():
-    """As those of one part of a model, of which one is zero; the others are as the backward left them."""
-
-    def clips(loop: Loop, third: nn.Parameter) -> None:
-        for parameter in (loop.first, third):
-            assert parameter.grad is not None
-            parameter.grad.mul_(0.5)
-
-    assert ((1 + 6) / 2, (2 + 6) / 2, 3.0) == with_three(clips)
-
-
-def test_gradients_set_to_none_beside_clipped_ones_are_refused():
-    """Clipping sets none to None: one optimizer has zeroed its gradients, and that of another one has clipped them."""
-
-    def clips(loop: Loop, third: nn.Parameter) -> None:
-        for parameter in (loop.first, third):
-            assert parameter.grad is not None
-            parameter.grad.mul_(0.5)
-        loop.second.grad = None
-
-    with pytest.raises(ValueError, match="the gradients of some parameters were zeroed within a window"):
-        with_three(clips)
+def test_gradients_that_are_zero_from_the_start_are_no_zeroing():
+    """As of a hinge loss in its flat part, whose weight counts: (0 * 1 + 6 * 3) / 4."""
+    loop = Loop()
+    loop.backward(0.0, 1, last=False)
+    loop.backward(6.0, 3, last=True)
+    assert (4.5, 4.5) == loop.gradients
 
 
 def test_nothing_keeps_gradients_that_the_user_frees():
     loop = Loop()
     loop.backward(2.0, 1, last=False)
     assert loop.first.grad is not None
-    alive = torch.utils.weak.TensorWeakRef(loop.first.grad)
+    alive = TensorWeakRef(loop.first.grad)
     loop.first.grad = loop.second.grad = None
     assert alive() is None
 
@@ -215,86 +266,181 @@ def test_a_loss_whose_backward_never_begins_counts_nothing():
     """As in a pass of Lightning without backward."""
     loop = Loop(user_ends_windows=False)
     for _ in range(2):
-        loss = loop.loss(100.0, 9)
-        loop.windows.next(loss).add(loss, ends_window=True)
+        loop.window.add(MicroBatch(9), ends=True)
     loop.backward(6.0, 3, last=True)
     assert (6.0, 6.0) == loop.gradients
 
 
 @pytest.mark.parametrize("runs", [True, False], ids=["after a backward", "without one"])
-@pytest.mark.parametrize("on_backward", [None, lambda _: None], ids=["factor set before", "factor set in the backward"])
-def test_no_step_keeps_its_loss(on_backward, runs):
-    """Nor what the loss was computed from: a graph that holds its own hook is a circle that is never collected."""
+def test_no_step_keeps_its_loss(runs):
+    """Nor what the loss was computed from: a graph that holds its own loss is a circle that is never collected."""
     parameter = nn.Parameter(torch.ones(()))
     activation = parameter * 2
     alive = TensorWeakRef(activation)
-    loss = WeighedLoss(activation**2, MicroBatch(1), on_backward=on_backward)
+    loss = weighed(activation**2, lambda: 2.0)
     if runs:
-        loss.value.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
     del activation, loss
     gc.collect()
     assert alive() is None
 
 
-def test_a_share_of_0_stops_nan():
-    """A rule of your own may give it to a weight that is not 0."""
-    loop = Loop(resolve_rule(lambda _, weight: Share(weight, weight) if weight > 2 else Share(0.0, 0.0)))
-    loop.backward(float("nan"), 1, last=False)
-    loop.backward(5.0, 4, last=True)
-    assert (5.0, 5.0) == loop.gradients
-
-
-def test_losses_that_reach_no_parameter_in_common_are_refused():
-    """As of two optimizers in turns, none of which freezes the parameters of the other."""
+def test_a_weighed_loss_keeps_its_value():
+    """Hooks of parameters see the gradient times w / u."""
     loop = Loop()
-    loop.first.grad = torch.tensor(100.0)
-    loop.backward_of(WeighedLoss(2 * loop.first, MicroBatch(1, explicit=True)), last=False)
-    with pytest.raises(
-        RuntimeError,
-        match="two windows are open at once: two losses of one window reach no parameter in common",
-    ):
-        loop.backward_of(WeighedLoss(3 * loop.second, MicroBatch(1, explicit=True)), last=False)
-    assert (100.0, None) == loop.gradients
+    seen: list[float] = []
+    loop.first.register_hook(lambda gradient: seen.append(gradient.item()))
+    factor = loop.window.add(MicroBatch(3), ends=True)
+    loss = weighed(5 * loop.first, lambda: factor)
+    assert (5.0, 3 / 4) == (loss.item(), factor)
+    loop.window.begin_backward()
+    loss.backward()
+    assert [5 * 3 / 4] == seen
+    loop.window.end_backward()
+    loop.window.reduce()
+    assert (5.0, None) == loop.gradients
 
 
-def test_losses_that_reach_some_parameters_in_common_are_served():
+def test_weights_that_add_up_to_0_erase_nan():
     loop = Loop()
-    loop.backward_of(WeighedLoss(2 * loop.first, MicroBatch(1, explicit=True)), last=False)
-    loop.backward(6.0, 3, last=True)
-    assert ((2 + 18) / 4, 18 / 4) == loop.gradients
-
-
-def test_the_record_of_a_window_without_any_weight():
-    loop = Loop(user_ends_windows=False)
-    loss = loop.loss(2.0, 0)
-    window = loop.windows.next(loss)
-    window.add(loss, ends_window=True)
-    window.begin_backward(loss)
-    loss.value.backward()
-    assert window.end_backward()
-    assert window.record() == ([loss.micro_batch], [Share(0.0, 0.0)], 0.0)
-    window.close()
+    loop.backward(math.nan, 0, last=False)
+    loop.backward(math.nan, 0, last=True)
     assert (0.0, 0.0) == loop.gradients
 
 
-@pytest.mark.parametrize("rule", ["mean", "sum", "weighted_mean"])
+@pytest.mark.parametrize("rule", ["sum", "weighted_mean"])
 def test_a_window_that_is_cut_off_leaves_the_gradients_from_before(rule):
     """As at the end of an epoch of Lightning, with gradients that the user does not zero."""
     loop = Loop(RULES[rule], user_ends_windows=False)
     loop.first.grad = torch.tensor(100.0)
     loop.backward(2.0, 1, last=False)
     loop.backward(6.0, 1, last=False)
-    loop.windows.abandon()
+    loop.window.abandon()
     assert (100.0, None) == loop.gradients
 
 
-def test_ranks_choose_a_lift_once():
+def test_the_record_of_a_window_without_any_weight():
+    loop = Loop(user_ends_windows=False)
+    loop.window.add(MicroBatch(0), ends=True)
+    loop.window.begin_backward()
+    (2.0 * loop.first).backward()
+    loop.window.end_backward()
+    loop.window.reduce()
+    assert loop.window.record() == ([MicroBatch(0)], [Share(0.0, 0.0)], 0.0)
+
+
+def test_ranks_choose_a_unit_together_once():
     """Also if nobody had a weight then: a rank that begins its window anew would ask alone, and wait."""
     loop = Loop()
-    with mock.patch.object(lift, "ReducedRow", wraps=lift.ReducedRow) as reduced:
+    with mock.patch.object(window_module, "RowExchange", wraps=window_module.RowExchange) as exchange:
         loop.backward(2.0, 0, last=False)
         loop.first.grad = loop.second.grad = None
         loop.backward(6.0, 3, last=True)
         loop.backward(4.0, 7, last=True)
-    assert 1 == reduced.call_count
+    asked = [call for call in exchange.call_args_list if len(call.args[0]) == 1]
+    assert (1, 3) == (len(asked), exchange.call_count)
     assert (6.0 + 4.0, 6.0 + 4.0) == loop.gradients
+
+
+def test_the_unit_is_that_of_the_last_window_in_which_something_counted():
+    """A first weight of 1e-8 serves its own window alone; one of 0 changes nothing."""
+    loop = Loop()
+    found = []
+    for weight in (2.0**-20, 4096, 0, 3):
+        found.append(loop.window.add(MicroBatch(weight), ends=True))
+        loop.window.abandon()
+        loop.backward(1.0, weight, last=True)
+    assert [0.5, 4096 * 2.0**19, 0.0, 3 * 2.0**-13] == found
+
+
+def test_the_unit_stays_while_a_window_is_open():
+    """All losses of a window carry the same, whatever the windows of other models were."""
+    loop = Loop()
+    loop.backward(1.0, 1, last=False)
+    loop.unit.follow(1024.0)
+    assert loop.unit.value == 2
+    loop.backward(1.0, 2, last=True)
+    assert loop.unit.value == 2.0**2
+
+
+@given(st.floats(1e-300, 1e300))
+def test_the_unit_is_a_power_of_two(number):
+    """Multiplying by it is exact, and brings the largest weight near 1."""
+    unit = WeightUnit(RULES["weighted_mean"], ALONE)
+    unit.choose(number)
+    assert math.frexp(unit.value)[0] == 0.5
+    assert 0.5 <= number / unit.value <= 1
+
+
+@pytest.mark.parametrize("name", ["mean", "sum", "normalized_sum", "mean_of_node_means"])
+def test_rules_whose_multiplier_is_no_weight_have_no_unit(name):
+    unit = WeightUnit(RULES[name], ALONE)
+    unit.choose(4096.0)
+    unit.follow(4096.0)
+    assert unit.value == 1
+
+
+def test_a_bucket_of_a_backward_that_was_not_weighed():
+    """The factor says that there is none, or that the window goes on; then the backward raises when it ends."""
+    loop = Loop()
+    assert loop.window.factor() is None
+    loop.window.add(MicroBatch(1), ends=False)
+    loop.window.begin_backward()
+    assert loop.window.factor() == 0
+    with pytest.raises(RuntimeError, match=r"DDP reduced the gradients in a backward within no_sync\(\)"):
+        loop.window.end_backward()
+    assert loop.window.is_empty
+
+
+def row(*, agreement: float = 7.0, normalizer: float = 1.0, problems: float = 0.0, weights: float = 5.0) -> Row:
+    return Row(normalizer, 0.0, 1.0, problems, agreement, weights)
+
+
+@pytest.mark.parametrize(
+    ("rows", "copies", "factor"),
+    [
+        ([row(), row()], 1, 1 / 2),
+        ([row(), row(agreement=8.0)], 1, 0.0),
+        ([row(), row(agreement=NOTHING_TO_COMPARE, normalizer=0.0)], 1, 1.0),
+        ([row(agreement=NOTHING_TO_COMPARE, normalizer=0.0)] * 3, 1, 0.0),
+        ([row(), row(problems=1.0)], 1, 0.0),
+        ([row(normalizer=1e308), row(normalizer=1e308)], 1, 0.0),
+        ([row(normalizer=math.nan), row()], 1, 0.0),
+        ([row(normalizer=1e-320)] * 2, 1, 0.0),  # its inverse is infinite
+        ([row()] * 4095 + [row(agreement=8.0)], 1, 0.0),
+        ([row()] * 4096, 1, 1 / 4096),
+        ([row(weights=4.0)] * 2 + [row()] * 2, 2, 1 / 2),
+        ([row(weights=4.0), row()] * 2, 2, 0.0),
+    ],
+)
+def test_the_factor_of_all_ranks_rows(rows, copies, factor):
+    """1 / Z, or 0 where all ranks will raise. A rank without a micro-batch agrees with all."""
+    loop = Loop()
+    loop.unit.choose(0.75)  # u is 1
+    loop.window.add(MicroBatch(1), ends=True)
+    loop.window.begin_backward()
+    loop.window._gradients.copies = copies
+    loop.window._contents.rows = rows
+    assert approx(factor) == loop.window.factor()
+
+
+def test_weights_that_are_too_small_beside_their_unit():
+    """Z in units of 2**1000 is 0 in float64. All ranks raise, and the hook does not."""
+    loop = Loop()
+    loop.unit.choose(2.0**999)
+    loop.window.add(MicroBatch(1e-300), ends=True)
+    loop.window.begin_backward()
+    assert loop.window.factor() == 0
+    loop.window.end_backward()
+    with pytest.raises(ValueError, match="the weights add up to 1e-300"):
+        loop.window.reduce()
+
+
+@given(st.lists(st.floats(2**-20, 2**20), min_size=1, max_size=9), st.integers(0, 8))
+def test_a_sum_does_not_depend_on_who_adds_up_what(numbers, cut):
+    """Rows hold a sum and what rounding took off it: twice the digits, for weights that differ by less than 2**50."""
+    parts = []
+    for part in (numbers[:cut], numbers[cut:]):
+        rounded = exact_sum(part)
+        parts += [rounded, exact_sum([*part, -rounded])]
+    assert exact_sum(numbers) == exact_sum(parts)

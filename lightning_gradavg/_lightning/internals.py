@@ -71,13 +71,6 @@ def store_of_world() -> Any:
     return dist.distributed_c10d._world.pg_map[of_all][1]
 
 
-def flushes_static_graph(strategy: object) -> bool:
-    """Return whether Lightning (since 2.6) starts the reduction of a static graph's first manual backward."""
-    # Private: `DDPStrategy._pl_static_graph_delay_done` (lightning 2.6.6; not in 2.5.0). Without it such a backward is
-    # left to DDP, as in 2.5.
-    return hasattr(strategy, "_pl_static_graph_delay_done")
-
-
 def syncs_batch_norm(strategy: Any) -> bool:
     """Return whether `Trainer(sync_batchnorm=True)` is about to convert batch norm."""
     # Private: `ParallelStrategy._layer_sync` (L). Without it a fit under replicas fails with an AttributeError.
@@ -553,28 +546,31 @@ def parameters_known_to(model: Any) -> int:
     return int(model._get_ddp_logging_data()["num_parameter_tensors"])
 
 
-class SyncControl:
-    """What `fabric.no_backward_sync` enters from here on; it notes whether the backward that runs now is `holding`."""
+def uses_python_reducer(model: Any) -> bool:
+    """Return whether DDP leaves the reduction to a compiled backward."""
+    # Private: `DistributedDataParallel._use_python_reducer` (T). Without it no rule is refused there, and the ranks'
+    # gradients would be averaged.
+    return bool(getattr(model, "_use_python_reducer", False))
 
-    def __init__(self, strategy: Any) -> None:
-        # Private: `_backward_sync_control` of Fabric's strategies (L). Without it Fabric enters its own, and every
-        # backward ends a window.
-        self._stock = strategy._backward_sync_control
-        self.holding = False
-        strategy._backward_sync_control = self
 
-    @contextmanager
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:  # Fabric's signature
-        """Enter the stock context if it is enabled: at the end of any other one, Fabric stops the reduction."""
-        self.holding = enabled
-        try:
-            if not enabled:
-                yield
-                return
-            with self._stock.no_backward_sync(module, enabled):
-                yield
-        finally:
-            self.holding = False
+def has_comm_hook(model: Any) -> bool:
+    """Return whether a communication hook was registered with DDP, which takes one."""
+    # Private: `DistributedDataParallel._comm_hooks` (T). Without it DDP itself refuses a second hook, in other words.
+    return bool(getattr(model, "_comm_hooks", ()))
+
+
+def applies_in_backward(parameter: Any) -> bool:
+    """Return whether an optimizer steps on a parameter within the backward."""
+    # Private: `Tensor._in_backward_optimizers`, which `_apply_optimizer_in_backward` sets (T). Without it such an
+    # optimizer steps on gradients that are not reduced, as DDP overlaps it with the reduction.
+    return hasattr(parameter, "_in_backward_optimizers")
+
+
+def joins_inputs(model: Any) -> bool:
+    """Return whether the wrapped model is within `DistributedDataParallel.join`."""
+    # Private: `DistributedDataParallel._join_config` (T). Without it a join is not refused under a rule, and the ranks
+    # that shadow others send no row: the others wait.
+    return bool(getattr(getattr(model, "_join_config", None), "enable", False))
 
 
 # Private: `Tensor._version` (T). Without it a change in place is not seen: an AttributeError in the first step.

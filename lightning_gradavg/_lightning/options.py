@@ -135,7 +135,6 @@ def _refuse_under_reproducible(options: Mapping[str, Any]) -> None:
         "ddp_comm_hook": (None,),
         "ddp_comm_wrapper": (None,),
         "static_graph": (None, False),
-        "nonfinite": ("propagate",),
     }
     for name, allowed in allowed_values.items():
         value = options.get(name)

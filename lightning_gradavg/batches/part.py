@@ -61,9 +61,6 @@ class Batches(Part):
         joins: Whether some ranks may have fewer batches than others.
         stepping: Whether a training step runs; the strategy sets it.
         chunk: What this rank has of the batch in training; None where the batch is its own, and counts as a whole.
-        shared_samples: Number of samples of the loader batch in training that the ranks share: what `chunk.samples` of
-            all ranks adds up to. None if they share none, or no number counts the samples of several loaders. All ranks
-            have the same.
         missing: Number of ranks that have no batch left.
         without_samples: The ranks that have no samples of the batch in training.
     """
@@ -71,7 +68,6 @@ class Batches(Part):
     joins: bool = False
     stepping: bool = False
     chunk: Chunk | None = None
-    shared_samples: int | None = None
     missing: int = 0
     without_samples: Sequence[int] = ()
 
@@ -80,7 +76,6 @@ class Batches(Part):
         super().setup(run)
         self.joins = False
         self.chunk = None
-        self.shared_samples = None
         self.missing = 0
         self.without_samples = ()
         self._named: _Shortage | None = None  # when `without_samples` was found
@@ -437,12 +432,10 @@ class SplitBatches(Batches):
             if probed is not None and probed.difference:
                 rank_zero_info(_DEPENDS_ON_BATCH.format(probed.difference))
         self.chunk = chunks[0]
-        self.shared_samples = self.chunk.batch_samples
-        if self.chunk.samples is None or self._differ_in_proportion(chunks):
+        has_no_common_number = self.chunk.samples is None or self._differ_in_proportion(chunks)
+        if has_no_common_number and not self.chunk.stand_in:
             # No loader's samples weigh a loss over several.
-            self.shared_samples = None
-            if not self.chunk.stand_in:
-                self.chunk = self.chunk._replace(samples=None)
+            self.chunk = self.chunk._replace(samples=None)
         self.without_samples = [rank for rank, pieces in enumerate(self.chunk.layout) if pieces == 0]
         self.progress.arrive(number, self._loaders, fetched)
         self._loaded = None

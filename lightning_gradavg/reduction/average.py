@@ -7,7 +7,7 @@ which all are in flight at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,9 +18,9 @@ from lightning_gradavg._lightning.internals import buckets_of, copy_each, views_
 from lightning_gradavg._support.collectives import Contribution, World
 from lightning_gradavg.reduction.loss import as_weight
 from lightning_gradavg.reduction.reference import rank_factors
-from lightning_gradavg.rules import Rule, RuleFunction, is_number, resolve_rule
+from lightning_gradavg.rules import RULES, Rule, is_number, resolve_rule
 
-__all__ = ["average_gradients", "needs_weight"]
+__all__ = ["average_gradients", "needs_weight", "reduce_alike"]
 
 _BUCKET_BYTES = 25 * 2**20  # as DDP's: while one is on its way, the next is copied
 
@@ -29,7 +29,7 @@ _BUCKET_BYTES = 25 * 2**20  # as DDP's: while one is on its way, the next is cop
 def average_gradients(
     module_or_parameters: nn.Module | Iterable[Tensor],
     *,
-    reduction: str | RuleFunction | Rule = "mean",
+    reduction: str | Rule = "mean",
     weight: float | Tensor | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -52,8 +52,7 @@ def average_gradients(
 
     Args:
         module_or_parameters: The module, or its parameters in the same order on all ranks. Each counts once.
-        reduction: A key of `lightning_gradavg.rules.RULES`, or a function `(place, weight) -> Share`, pure and the
-            same on all ranks.
+        reduction: A key of `lightning_gradavg.rules.RULES`.
         weight: The count of loss terms behind this rank's gradient: a number >= 0 of any type, or a tensor with one
             element. Pass it on all ranks or on none; rules that do not use it ignore it. Summed in float64.
         group: The process group to reduce over; the default group if None.
@@ -70,10 +69,40 @@ def average_gradients(
 
     contribution, agreed = world.agree("average_gradients cannot reduce", contribute)
     factor = rank_factors(resolve_rule(reduction), agreed.nodes, agreed.weights)[world.rank]
-    has_gradient_on_ranks = list(zip(*agreed.details, strict=True))  # of each parameter
+    _reduce(contribution.tensors, agreed.details, factor, world)
+
+
+@torch.no_grad()
+def reduce_alike(parameters: Sequence[Tensor], factor: float, group: dist.ProcessGroup | None) -> None:
+    """Replace the gradients of some parameters by their sum over all ranks, times a factor that all ranks have.
+
+    Raises:
+        ValueError: On all ranks, without changing gradients, if the ranks' parameters or gradients don't fit together.
+    """
+    world = World.of(group)
+
+    def contribute() -> Contribution:
+        return _contribution(parameters, RULES["sum"], None)
+
+    contribution, agreed = world.agree("the gradients of unfrozen parameters cannot be reduced", contribute)
+    _reduce(contribution.tensors, agreed.details, factor, world)
+
+
+def _reduce(
+    parameters: Mapping[str, Tensor], has_gradient: Sequence[Sequence[int]], factor: float, world: World
+) -> None:
+    """Multiply this rank's gradients by a factor, and replace them by the sum over all ranks. A collective operation.
+
+    Args:
+        parameters: Those of this rank.
+        has_gradient: Of every rank, whether each parameter has a gradient.
+        factor: That of this rank; 0 discards its gradients.
+        world: The ranks.
+    """
+    has_gradient_on_ranks = list(zip(*has_gradient, strict=True))  # of each parameter
     gradients: list[Tensor] = []
-    for parameter, has_gradient in zip(contribution.tensors.values(), has_gradient_on_ranks, strict=True):
-        if any(has_gradient):
+    for parameter, has_gradient_on_rank in zip(parameters.values(), has_gradient_on_ranks, strict=True):
+        if any(has_gradient_on_rank):
             gradients.append(_writable(parameter))
     sums: list[_Bucket] = []
     works: list[dist.Work] = []
@@ -126,11 +155,11 @@ def needs_weight(rule: Rule) -> str:
 
 
 def checked_weight(rule: Rule, weight: float | Tensor | None) -> float:
-    """Return a rank's weight as a number; 1 where it is not given, which only a rule without weights allows."""
-    if weight is None and rule.uses_weight:
-        raise ValueError(needs_weight(rule))
-    if weight is None:
+    """Return a rank's weight as a number; 1 under a rule without weights, which ignores whatever is given."""
+    if not rule.uses_weight:
         return 1.0
+    if weight is None:
+        raise ValueError(needs_weight(rule))
     number = as_weight(weight)
     if not is_number(number):
         raise ValueError(f"weight {number!r} is not a finite number >= 0")

@@ -1,4 +1,4 @@
-"""The communication hook of DDP, where there is one: the user's, or what 16-bit parameters need."""
+"""The communication hook of DDP: it multiplies each bucket by the factor of the window, and ranks add up."""
 
 from __future__ import annotations
 
@@ -7,16 +7,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gradavg._lightning.internals import backend_name
-from lightning_gradavg._lightning.part import Run
-from lightning_gradavg.hooks import float32_sum
-from lightning_gradavg.rules import RULES, Rule
+from lightning_gradavg._lightning.internals import (
+    after_backward,
+    applies_in_backward,
+    backend_name,
+    has_comm_hook,
+    uses_python_reducer,
+)
+from lightning_gradavg.hooks import scale_bucket, scaled_sum
+from lightning_gradavg.reduction.gradients import ignored_parameters
+from lightning_gradavg.reduction.window import Window
+from lightning_gradavg.rules import Rule
 
-__all__ = ["CommHook"]
+__all__ = ["CommHook", "Hook", "require_hookable"]
 
 # Hooks of torch that return the mean of a bucket. Others average weights (`post_localSGD_hook`), run the optimizer
 # (`optimizer_overlap_hooks`) or quantize by collectives of NCCL alone (`quantization_hooks`).
@@ -24,51 +32,83 @@ _FOLDER_OF_TORCH = "torch.distributed.algorithms.ddp_comm_hooks"
 _SERVED = ("default_hooks", "debugging_hooks", "powerSGD_hook")
 _SERVED_ON = {"gloo": _SERVED[:2]}  # PowerSGD begins collectives when others are done, at another moment on each rank
 
+_UNWEIGHED = (
+    "a backward reduced gradients of the model whose loss was not weighed, so the rule would not be theirs. Call"
+    " self.manual_backward, fabric.backward or GradAvgReducer.weigh(...).backward() with weight= instead of"
+    " loss.backward()."
+)
 
 Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
 """A communication hook: of its state, which is whatever the user makes it, and of a bucket of gradients."""
 
 
 class CommHook:
-    """Registers the hook of a run: that of the user, who may give its state and a wrapper, too.
+    """The hook of one model, which DDP calls for each bucket in a backward that reduces.
 
-    | the user gives | the rule and the parameters                         | DDP's hook                            |
-    |----------------|-----------------------------------------------------|---------------------------------------|
-    | a hook         | any                                                 | it, in the wrapper if one is given    |
-    | a wrapper only | any                                                 | the wrapper of `allreduce_hook`       |
-    | neither        | any but the plain mean, and parameters in 16 bits   | `float32_sum`                         |
-    | neither        | any other                                           | none: DDP divides, to stock's bits    |
+    | the user gives | there is a window                                 | there is none: the plain mean              |
+    |----------------|---------------------------------------------------|--------------------------------------------|
+    | a hook         | it gets buckets whose mean is the gradient        | it gets DDP's buckets                      |
+    | a wrapper only | the wrapper of `allreduce_hook`, likewise         | likewise                                   |
+    | neither        | buckets are multiplied, and ranks add up; those   | no hook is registered: DDP divides, to     |
+    |                | of 16 bits add up in float32                      | stock's bits                               |
+
+    Attributes:
+        window: The window of the model; None under the plain mean.
     """
 
-    def __init__(self, hook: Hook | None, state: object, wrapper: Callable[[Hook], Hook] | None) -> None:
+    def __init__(
+        self,
+        hook: Hook | None = None,
+        state: object = None,
+        wrapper: Callable[[Hook], Hook] | None = None,
+    ) -> None:
         """Take what the user gave."""
+        self.window: Window | None = None
         self._hook = hook
         self._state = state
         self._wrapper = wrapper
-        self._sums_wide = False
 
-    def register(self, run: Run, rule: Rule) -> None:
-        """Register the hook that the run needs, or none."""
-        model = run.ddp
-        self._refuse(_SERVED_ON.get(backend_name(model.process_group, run.device), _SERVED))
-        is_given = self._hook is not None or self._wrapper is not None
-        self._sums_wide = False
-        # Stock DDP sums 16-bit gradients in 16 bits, and so does the plain mean, which has stock's bits.
-        if not is_given and rule != RULES["mean"]:
-            self._sums_wide = _has_16_bits(model)
-        if not is_given and not self._sums_wide:
-            return
-        hook: Hook = allreduce_hook
-        if self._hook is not None:
-            hook = self._hook
-        if self._sums_wide:
-            hook = float32_sum
+    def register(self, model: DistributedDataParallel) -> bool:
+        """Register the hook with a model, unless it does nothing; return whether it does."""
+        hook = self._hook
         if self._wrapper is not None:
-            hook = self._wrapper(hook)
-        model.register_comm_hook(self._state, _annotated(hook))
+            hook = self._wrapper(hook or allreduce_hook)
+        if hook is None and self.window is None:
+            return False
+        group = model.process_group
+        ranks = dist.get_world_size(group)
+        state = self._state
 
-    def _refuse(self, served: Sequence[str]) -> None:
+        # DDP's `_check_comm_hook` reads the name and the annotations of a hook. So it refuses partial functions,
+        # callable objects, and annotations that are strings, as in this module.
+        def reduce_bucket(_: object, bucket: dist.GradBucket) -> Future[Tensor]:
+            factor = self._factor()
+            if hook is None:
+                assert factor is not None
+                return scaled_sum(group, bucket, factor)
+            if factor is not None:
+                scale_bucket(bucket.buffer(), factor * ranks)
+            return hook(state, bucket)
+
+        reduce_bucket.__annotations__ = {"bucket": dist.GradBucket, "return": Future[Tensor]}
+        model.register_comm_hook(None, reduce_bucket)
+        return True
+
+    def _factor(self) -> float | None:
+        """Return what a bucket is multiplied by; None under the plain mean, whose buckets stay as they are."""
+        if self.window is None:
+            return None
+        factor = self.window.factor()
+        if factor is None:
+            # An exception here would end the process. It must come out of the backward, behind the end of DDP's
+            # reduction: else DDP's next forward fails an assertion of its own.
+            after_backward(_raise_unweighed, _do_nothing)
+            return 0.0
+        return factor
+
+    def require_served(self, model: DistributedDataParallel, device: torch.device) -> None:
         """Raise a ValueError about a hook of torch that does not return the mean, or that the backend mixes up."""
+        served = _SERVED_ON.get(backend_name(model.process_group, device), _SERVED)
         # Of the state, too: a function of the user's may call torch's hook, which needs a state of its own class.
         for module in (getattr(self._hook, "__module__", ""), type(self._state).__module__):
             folder, _, file = module.rpartition(".")
@@ -79,30 +119,56 @@ class CommHook:
                     " lightning.pytorch.strategies.DDPStrategy, or a hook that returns the mean of the bucket."
                 )
 
-    def describe(self) -> str:
+    def describe(self, parameters: Sequence[Tensor]) -> str:
         """Return what the line at the start of a run says of it."""
-        if self._sums_wide:
-            return "; 16-bit gradients summed in float32"
+        if self.window is None or self._hook is not None or self._wrapper is not None:
+            return ""
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+                return "; 16-bit gradients summed in float32"
         return ""
 
 
-def _has_16_bits(model: nn.Module) -> bool:
-    """Return whether a parameter that trains has gradients of 16 bits."""
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
-            return True
-    return False
+def require_hookable(model: DistributedDataParallel, rule: Rule) -> None:
+    """Raise a ValueError about what DDP does past its communication hook."""
+    where = f"reduction={rule.name!r} with"
+    if model.static_graph:
+        raise ValueError(
+            f"{where} static_graph=True, which treats DDP's first backward as every step's. Leave it out, or use"
+            " reduction='mean' on ranks that have equally many batches."
+        )
+    if has_comm_hook(model):
+        raise ValueError(
+            f"{where} a DDP that has a communication hook: DDP takes one, which is the rule's. Give yours to"
+            " GradAvgReducer.register(comm_hook=...)."
+        )
+    ignored = ignored_parameters(model)
+    if ignored:
+        raise ValueError(
+            f"reduction={rule.name!r}: DDP was told to ignore the parameter {ignored[0]!r}, so only its loss would be"
+            " weighed. Use reduction='mean' without split_batches, or Lightning's DDPStrategy."
+        )
+    if model.mixed_precision is not None:
+        raise ValueError(
+            f"{where} mixed_precision= of DistributedDataParallel, which has a hook of its own. Use the precision of"
+            " the Trainer or of Fabric, or torch.autocast."
+        )
+    if uses_python_reducer(model):
+        raise ValueError(
+            f"{where} torch._dynamo.config.optimize_ddp='python_reducer', which calls no communication hook. Use"
+            " another value, such as True."
+        )
+    for name, parameter in model.module.named_parameters():
+        if applies_in_backward(parameter):
+            raise ValueError(
+                f"{where} an optimizer that is applied in the backward, as to {name!r}: it would step before the rule"
+                " is applied. Step after the backward."
+            )
 
 
-def _annotated(inner: Hook) -> Hook:
-    """Return a hook that DDP takes.
+def _raise_unweighed() -> None:
+    raise RuntimeError(_UNWEIGHED)
 
-    `DistributedDataParallel._check_comm_hook` reads the name and the annotations of a hook. So it refuses partial
-    functions, callable objects, and annotations that are strings, as under `from __future__ import annotations`.
-    """
 
-    def hook(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
-        return inner(state, bucket)
-
-    hook.__annotations__ = {"bucket": dist.GradBucket, "return": Future[Tensor]}
-    return hook
+def _do_nothing() -> None:
+    """Be called where the backward has raised an error of its own."""

@@ -1,27 +1,46 @@
-"""Where the gradients of a model are: the parameters of DDP, or the shards of FSDP (`reduction.sharded`)."""
+"""Where the gradients of a window are, and how they are summed over ranks.
+
+| model                             | class                               | sums                                       |
+|-----------------------------------|-------------------------------------|--------------------------------------------|
+| wrapped by DDP                    | `ReplicatedGradients`               | DDP, whose hook multiplies every bucket    |
+| sharded by FSDP2                  | `reduction.sharded`                 | FSDP2; shards are multiplied afterwards    |
+| of a reproducible run             | `reproducible.engine`               | a tree over all replicas                   |
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradavg._lightning.internals import scale_each, stored
-from lightning_gradavg.reduction.average import average_gradients
-from lightning_gradavg.reduction.loss import MicroBatch
+from lightning_gradavg.reduction.average import reduce_alike
+from lightning_gradavg.reduction.kept import Apart
 
-__all__ = ["ModelGradients", "ReplicatedGradients", "scale_gradients"]
+__all__ = ["Backward", "Gradients", "ReplicatedGradients", "ignored_parameters", "scale_gradients"]
 
 
-class ModelGradients(Protocol):
+class Backward(NamedTuple):
+    """What is known of a backward before it runs."""
+
+    counts: bool = True  # whether the loss has a multiplier other than 0
+    is_last_of_step: bool = True  # False within `training_step`, of a piece that is not the step's last
+    is_in_last_step: bool = True  # whether the window ends with the step
+
+
+class Gradients(Protocol):
     """What a window asks of the model whose gradients it reduces, in this order.
 
     `parameters` and `leaves` are two sets under FSDP2 alone: an optimizer reads shards, and autograd accumulates into
     unsharded parameters, which exist during a forward and a backward.
     """
+
+    copies: int
+    """Number of ranks that compute one loss together, and follow each other."""
 
     def parameters(self) -> Sequence[nn.Parameter]:
         """Return the parameters whose gradients an optimizer reads, asked once at the beginning of a window."""
@@ -29,35 +48,57 @@ class ModelGradients(Protocol):
     def leaves(self) -> Sequence[nn.Parameter]:
         """Return the parameters into which autograd accumulates."""
 
-    def checked(self, micro_batch: MicroBatch) -> MicroBatch:
-        """Return a micro-batch with the problem that the model adds to it, if any. May be a collective operation."""
+    def begin_backward(self, parameters: Sequence[nn.Parameter], backward: Backward) -> None:
+        """Have the parameters hold the gradients of the window alone."""
 
-    def finish(self, parameters: Sequence[nn.Parameter], factor: float) -> None:
-        """Multiply the reduced gradients of some parameters by a factor. May be a collective operation."""
+    def end_backward(self, backward: Backward) -> None:
+        """End a backward that did not raise."""
 
-    def discard(self) -> None:
-        """Free what a window has accumulated elsewhere than in the parameters, when it is abandoned."""
+    def reduce(self, parameters: Sequence[nn.Parameter], factor: float, *, in_hook: bool) -> None:
+        """Have the parameters hold the sum over ranks, times the factor. A collective operation.
+
+        Args:
+            parameters: Those of the window.
+            factor: What the sum of all ranks' gradients is multiplied by.
+            in_hook: Whether DDP's hook has reduced in the window.
+        """
+
+    def reduce_unfrozen(self, factor: float) -> None:
+        """Sum the gradients of what the model's engine does not know, times a factor; under the plain mean. Collective.
+
+        Raise a ValueError if that cannot be.
+        """
+
+    def add_earlier(self) -> None:
+        """Add the gradients from before the window."""
+
+    def abandon(self, *, are_zeroed: bool = False) -> None:
+        """Discard the gradients of the window, and restore those from before it unless the user has zeroed both."""
 
 
 class ReplicatedGradients:
-    """The gradients of a model that every rank has in full, and DDP averages.
+    """The gradients of a model that every rank has in full. DDP sums them, and its hook multiplies every bucket.
 
     DDP does not know parameters that were frozen when it was built (`_build_params_for_reducer`). Stock DDP leaves each
     rank its own gradient of those that are unfrozen later, as by BackboneFinetuning, and the ranks drift apart
-    (`test_ranks_steps.py`: unfrozen parameters). Here they are averaged after the backward.
+    (`test_ranks_steps.py`: unfrozen parameters). Here they are summed after the backward.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        *,
-        frozen: Sequence[nn.Parameter] = (),
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        """Serve all parameters of the model, of which some were `frozen` when DDP was built over `group`."""
-        self._parameters = parameters
-        self._frozen = frozen
+    copies = 1
+
+    def __init__(self, model: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
+        """Serve a wrapped model; a `group` of None is this rank alone."""
+        self._parameters = list(model.module.parameters())
         self._group = group
+        ignored = set(ignored_parameters(model))
+        self._in_buckets: list[nn.Parameter] = []
+        self._frozen: list[nn.Parameter] = []  # when the model was wrapped
+        for name, parameter in model.module.named_parameters():
+            if parameter.requires_grad and name not in ignored:
+                self._in_buckets.append(parameter)
+            elif name not in ignored:
+                self._frozen.append(parameter)
+        self._apart = Apart()
 
     def parameters(self) -> Sequence[nn.Parameter]:
         """Return all parameters of the model."""
@@ -67,44 +108,71 @@ class ReplicatedGradients:
         """Return the same: autograd accumulates into them."""
         return self._parameters
 
-    def checked(self, micro_batch: MicroBatch) -> MicroBatch:
-        """Return the micro-batch: a replicated model adds no problem."""
-        return micro_batch
+    def begin_backward(self, parameters: Sequence[nn.Parameter], backward: Backward) -> None:  # noqa: ARG002  # as above
+        """Take away the gradients from before the window."""
+        self._apart.enter(parameters)
 
-    def finish(self, parameters: Sequence[nn.Parameter], factor: float) -> None:
-        """Average what DDP does not know, and multiply the gradients by a factor. A collective operation."""
-        self.average_unfrozen(parameters)
-        # In full windows it is exactly 1 (`test_factor.py`), and costs no pass.
-        if factor != 1:
-            scale_gradients(parameters, factor)
+    def end_backward(self, backward: Backward) -> None:
+        """Give them back where Lightning zeroes gradients before the window goes on."""
+        if not backward.is_last_of_step:
+            self._apart.leave()
 
-    def discard(self) -> None:
-        """Do nothing: all gradients are those of the parameters."""
+    def reduce(self, parameters: Sequence[nn.Parameter], factor: float, *, in_hook: bool) -> None:  # noqa: ARG002  # all
+        """Sum what DDP does not know; raise a RuntimeError if DDP has not reduced the rest. A collective operation."""
+        has_gradient = [parameter.grad is not None for parameter in self._in_buckets if parameter.requires_grad]
+        # With unused parameters, DDP reduces nothing, and says so in its next forward, in better words.
+        if not in_hook and has_gradient and all(has_gradient):
+            # Gradients would stay those of each rank, without a word, as with stock DDP.
+            raise RuntimeError(
+                "DDP reduced nothing in this backward: it reduces in the first backward after a forward outside of"
+                " no_sync(). Have the window's last forward outside of it, too; and run one backward for each forward:"
+                " pass several losses as one, their sum."
+            )
+        self.reduce_unfrozen(factor)
 
-    def average_unfrozen(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average the gradients of those that were frozen when DDP was built, and train now."""
-        if not self._frozen:
-            return
-        # A window of one optimizer asks for its own parameters: those of another one are averaged at its window's end.
-        asked = set(parameters)
-        unfrozen: list[nn.Parameter] = []
-        for parameter in self._frozen:
-            if parameter.requires_grad and parameter in asked:
-                unfrozen.append(parameter)
-        # Collective: all ranks must unfreeze the same parameters at the same step, as replicas do.
-        if unfrozen:
-            average_gradients(unfrozen, group=self._group)
+    def reduce_unfrozen(self, factor: float) -> None:
+        """Sum the gradients of those that were frozen when the model was wrapped, and train now, times a factor."""
+        # Collective: all ranks must unfreeze the same parameters at the same step, as replicas do. One that has a
+        # gradient and is frozen again counts: under the plain mean, what trains may change within a window.
+        late = [parameter for parameter in self._frozen if parameter.requires_grad or parameter.grad is not None]
+        if late:
+            reduce_alike(late, factor, self._group)
+
+    @property
+    def unfrozen(self) -> list[nn.Parameter]:
+        """The parameters that train now, and were frozen when the model was wrapped."""
+        return [parameter for parameter in self._frozen if parameter.requires_grad]
+
+    def add_earlier(self) -> None:
+        """Add the gradients from before the window."""
+        self._apart.add_earlier()
+
+    def abandon(self, *, are_zeroed: bool = False) -> None:
+        """Restore the gradients from before the window, unless the user has zeroed both."""
+        if are_zeroed:
+            self._apart.drop()
+        else:
+            self._apart.restore_earlier()
+
+
+def ignored_parameters(model: DistributedDataParallel) -> list[str]:
+    """Return the names of the parameters that DDP leaves to each rank."""
+    # `_build_params_for_reducer` of DDP joins the names of module and parameter by a dot, also at the top, where the
+    # module's name is empty (`test_ranks_steps.py`: OwnPart).
+    ignored: list[str] = []
+    for name, _ in model.module.named_parameters():
+        if name in model.parameters_to_ignore or f".{name}" in model.parameters_to_ignore:
+            ignored.append(name)
+    return ignored
 
 
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> int:
     """Multiply the gradients of the parameters that train by a factor; return how many there are."""
     gradients: list[Tensor] = []
     for parameter in parameters:
-        # The others may hold gradients from before the window, or those of another optimizer's window.
         if parameter.requires_grad and parameter.grad is not None:
             gradients.append(parameter.grad)
     if gradients:
-        # 0 times NaN is NaN: what no rank has a weight for was discarded by the guard before.
         with torch.profiler.record_function("GradAvg: scale gradients"):
             scale_each(map(stored, gradients), factor)
     return len(gradients)

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_gradavg._lightning.internals import stored
 from lightning_gradavg.reduction.loss import MicroBatch
 
-__all__ = ["BypassGuard", "DiscardedGradients", "ReachedParameters", "without_discarded_nan"]
+__all__ = ["BypassGuard", "DiscardedGradients", "without_discarded_nan"]
 
 _discarding: set[DiscardedGradients] = set()
 """The guards of the backward that runs. One runs at a time, on threads of autograd that see no context variables."""
@@ -116,25 +116,3 @@ class BypassGuard:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-
-class ReachedParameters:
-    """Notes which parameters a backward reaches, from its making until `end`.
-
-    Gradients do not tell: those of micro-batches before are there, too. A walk over the graph would, before the
-    backward, but it does not know what FSDP and checkpointing recompute.
-    """
-
-    def __init__(self, leaves: Iterable[nn.Parameter]) -> None:
-        """Watch the parameters into which autograd accumulates."""
-        self._found: set[Tensor] = set()
-        self._handles = [
-            leaf.register_post_accumulate_grad_hook(self._found.add) for leaf in leaves if leaf.requires_grad
-        ]
-
-    def end(self) -> set[Tensor]:
-        """Return the parameters that have got a gradient."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        return self._found

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from lightning_gradavg._support.tree import batch_samples, leaves
 from lightning_gradavg.rules import Rule
 
-__all__ = ["ALWAYS_OR_NEVER", "MicroBatch", "WeighedLoss", "Weights", "as_weight", "require_loss"]
+__all__ = ["ALWAYS_OR_NEVER", "MicroBatch", "Weights", "as_weight", "require_loss", "weighed"]
 
 ALWAYS_OR_NEVER = (
     'return "weight" from every training_step (or pass weight= to every manual_backward, or to what does the backward'
@@ -26,13 +25,8 @@ class MicroBatch(NamedTuple):
     Attributes:
         weight: The number of loss terms behind the loss; 1 under a rule without weights.
         explicit: Whether the user gave the weight. If not, it is the number of samples.
-        problem: Why the weight cannot be used, or None. Where ranks exchange totals, all raise it together; else this
-            rank raises it.
+        problem: Why the micro-batch cannot be used, or None. All ranks raise it together, when the window is reduced.
         absent: Whether the loss counts under no rule: its backward only keeps this rank in step with the others.
-        without_loss: Whether it is absent because `training_step` returned no loss.
-        samples_of_ranks: What the weights of all ranks add up to if no user gives one: the samples of a loader batch
-            that the ranks share. None where no rank knows it. All ranks have the same, as ranks that know it exchange
-            no totals.
         samples: The number of samples, if the step is observed and they are known.
         loss: The loss as the user computed it, without its graph, if the step is observed.
     """
@@ -41,8 +35,6 @@ class MicroBatch(NamedTuple):
     explicit: bool = False
     problem: str | None = None
     absent: bool = False
-    without_loss: bool = False
-    samples_of_ranks: float | None = None
     samples: float | None = None
     loss: Tensor | None = None
 
@@ -54,80 +46,32 @@ class MicroBatch(NamedTuple):
         return self.weight != 0
 
 
-class WeighedLoss:
-    """A loss whose gradient is multiplied by `factor` at the root of its backward; its value stays as it is.
+class _Weighed(torch.autograd.Function):
+    """The same loss; its gradient is multiplied by what a function returns when the backward begins.
 
-    Attributes:
-        value: The loss to run the backward of.
-        micro_batch: What is known of it.
+    No product with a tensor: the loss that the user logs would be another number.
     """
 
-    def __init__(
-        self,
-        loss: Tensor,
-        micro_batch: MicroBatch,
-        *,
-        multiplies: bool = True,
-        on_backward: Callable[[WeighedLoss], None] | None = None,
-    ) -> None:
-        """Make a loss.
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, factor: Callable[[], float]) -> Tensor:
+        ctx.factor = factor
+        # A copy: autograd takes what a function returns for a new tensor only if it is one.
+        return loss.clone()
 
-        Args:
-            loss: What the user returned, with its graph.
-            micro_batch: What is known of it.
-            multiplies: Whether a factor may be set. If not, the user's graph stays as it is.
-            on_backward: Called with this loss when its backward begins; it may set the factor.
-        """
-        self.micro_batch = micro_batch
-        self._factor = _Factor()
-        self.value = loss
-        # The plain mean: stock's graph, and so stock's bits and memory (`test_ranks_stock.py`).
-        if not multiplies:
-            return
-        # A node of its own: a hook on the node of the user's loss would also see other backwards through it.
-        self.value = loss.clone()
-        if on_backward is not None:
-            # A loss without the graph: the graph holds the hook, and Python's garbage collector does not see a circle
-            # through it. Every step then kept its graph for ever (`test_window.py`: no step keeps its loss).
-            without_graph = WeighedLoss(loss.detach(), micro_batch, multiplies=False)
-            without_graph._factor = self._factor  # of the same class
-            self._factor.begin = partial(on_backward, without_graph)
-        # Without a graph there is nothing to multiply: a loss of weight 0, or the copy above.
-        if self.value.grad_fn is not None:
-            # A bound method of `_Factor`, which holds no loss: see there.
-            self.value.grad_fn.register_prehook(self._factor.multiply)
-
-    @property
-    def factor(self) -> float:
-        """What the gradient is multiplied by; set before the backward, when the totals of the window are known."""
-        return self._factor.value
-
-    @factor.setter
-    def factor(self, value: float) -> None:
-        self._factor.value = value
-
-
-class _Factor:
-    """The factor of a loss, which the graph of the loss holds. It must not hold the loss.
-
-    A hook, and not a product with a tensor: a tensor's value would have to be known in the forward, while the factor
-    may be known only when the backward begins, and the loss that the user logs would be another number.
-    """
-
-    def __init__(self) -> None:
-        self.value = 1.0
-        self.begin: Callable[[], None] | None = None  # called when the backward begins
-
-    def multiply(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Return the gradient at the root of a backward, multiplied."""
-        (gradient,) = gradients
-        if self.begin is not None:
-            self.begin()
-        # Equal weights leave the bits of the mean, and cost no kernel.
-        if gradient is None or self.value == 1:
-            return gradients
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         # The product with a Python number keeps the dtype, also of a scaled loss.
-        return (gradient * self.value,)
+        return gradient * ctx.factor(), None  # none for `factor`
+
+
+def weighed(loss: Tensor, factor: Callable[[], float]) -> Tensor:
+    """Return a loss of equal value, whose gradient is multiplied by `factor()` at the root of its backward.
+
+    The graph holds the function, which must not hold the loss: Python's garbage collector does not see a circle through
+    a graph, and every step would keep its graph for ever (`test_window.py`: no step keeps its loss).
+    """
+    result: Tensor = _Weighed.apply(loss, factor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return result
 
 
 def as_weight(value: object) -> float:
@@ -268,8 +212,8 @@ class Weights:
 
     def _note(self, *, given: bool) -> str | None:
         """Tell the user about the default weight; return a problem if only some steps of the run have weights."""
-        # Weights and samples are of different sizes. All ranks compare their own steps here, and the digest of
-        # `totals.must_agree` compares the ranks of one window.
+        # Weights and samples are of different sizes. Each rank compares its own steps here, and the rows of a window
+        # compare the ranks.
         before = self._explicit
         self._explicit = given
         if given:

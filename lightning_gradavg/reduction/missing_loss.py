@@ -1,4 +1,4 @@
-"""A step whose `training_step` returns no loss on this rank, where nobody judges steps (`reduction.judge`)."""
+"""A step whose `training_step` returns no loss on this rank, which other ranks may wait for."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from itertools import count
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_gradavg._lightning.internals import store_of_world
 from lightning_gradavg._lightning.part import Run
-from lightning_gradavg.reduction.set_aside import EarlierGradients
+from lightning_gradavg.reduction.kept import add_gradients, take_gradients
 
 __all__ = ["RUN_NUMBERS", "StepWithoutLoss"]
 
@@ -52,16 +52,16 @@ class StepWithoutLoss:
         self._key = key
         self._parameters = parameters
         self._counts = counts
-        self._earlier: EarlierGradients | None = None
+        self._earlier: dict[nn.Parameter, Tensor] = {}  # gradients from before the step
         self._store = dist.PrefixStore("lightning_gradavg/without_loss", store_of_world())
         # `Store.add` returns when the store has it, so this is before any collective that this rank begins later.
         self._store.add(key, 1)
 
     def begin_backward(self) -> None:
-        """Set aside the gradients from before the step, which an optimizer must not see if it is skipped."""
-        # A rank that stands in may take the step: its gradients are added up as on the ranks with a loss.
-        if self._counts:
-            self._earlier = EarlierGradients(self._parameters)
+        """Take away the gradients from before the step, which an optimizer must not see if it is skipped."""
+        for parameter, gradient in take_gradients(self._parameters).items():
+            # A copy: it may be a view of DDP's bucket, which the reduction overwrites.
+            self._earlier[parameter] = gradient.clone()
 
     def is_skipped(self) -> bool:
         """Return whether all ranks skip the step, or raise a RuntimeError on this one.
@@ -74,11 +74,11 @@ class StepWithoutLoss:
         if ranks_without_loss == self._run.world.size:
             return True
         if not self._counts:
+            self.end()
             return False
         raise RuntimeError(
             f"training_step returned no loss on rank {self._run.world.rank}, and one on others. Return one"
-            ' on all ranks, such as {"loss": loss, "weight": 0} under a rule with weights; or have such a'
-            " step left out by nonfinite='skip_step'."
+            ' on all ranks, such as {"loss": loss, "weight": 0} under a rule with weights.'
         )
 
     def _wait_for_reduction(self) -> None:
@@ -90,7 +90,6 @@ class StepWithoutLoss:
                 getattr(torch, device.type).synchronize(device)
 
     def end(self) -> None:
-        """Give back the gradients from before the step, when the next one begins."""
-        if self._earlier is not None:
-            self._earlier.add_back()
-            self._earlier = None
+        """Add the gradients from before the step, where it is taken, or when the next one begins."""
+        add_gradients(self._earlier)
+        self._earlier = {}

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
-from weakref import WeakKeyDictionary
+import weakref
+from functools import partial
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from lightning_gradavg._lightning.internals import after_backward, parameters_known_to
+from lightning_gradavg._lightning.internals import after_backward, joins_inputs, parameters_known_to
 from lightning_gradavg._support.collectives import Contribution, World
 from lightning_gradavg._support.place import places_on_nodes
+from lightning_gradavg._support.tree import leaves
 from lightning_gradavg.reduction.average import needs_weight
-from lightning_gradavg.reduction.gradients import ModelGradients, ReplicatedGradients
-from lightning_gradavg.reduction.guard import BypassGuard, ReachedParameters
-from lightning_gradavg.reduction.lift import WindowOptions
-from lightning_gradavg.reduction.loss import WeighedLoss, Weights, require_loss
-from lightning_gradavg.reduction.window import OpenWindows
-from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule
+from lightning_gradavg.reduction.comm_hook import CommHook, Hook, require_hookable
+from lightning_gradavg.reduction.gradients import ReplicatedGradients
+from lightning_gradavg.reduction.guard import BypassGuard
+from lightning_gradavg.reduction.loss import MicroBatch, Weights, require_loss, weighed
+from lightning_gradavg.reduction.window import Ranks, WeightUnit, Window, WindowState
+from lightning_gradavg.rules import RULES, Rule, resolve_rule
 
 __all__ = ["GradAvgReducer"]
 
@@ -29,6 +32,34 @@ _NOTHING_REDUCED = (
     " Have the window's last forward outside of it, too; and run one backward for each forward: pass several losses as"
     " one, their sum."
 )
+
+
+class _Model:
+    """What the reducer knows of a registered model."""
+
+    def __init__(self, model: DistributedDataParallel, window: Window, gradients: ReplicatedGradients) -> None:
+        self.window = window
+        self.gradients = gradients
+        # Whether DDP reduces in the next backward. It decides so in a forward with gradients (`_post_forward`), for the
+        # first backward after it; a forward without, as in validation, changes its flag and not what it does.
+        self.reduces = True
+        self.is_hooked = False
+        self._model = weakref.ref(model)
+
+    @property
+    def is_synced(self) -> bool:
+        """Whether the user is outside of `no_sync()`, and so expects DDP to reduce."""
+        model = self._model()
+        return model is not None and bool(model.require_backward_grad_sync)
+
+
+class _Backward:
+    """The backward of a weighed loss that runs."""
+
+    def __init__(self, micro_batch: MicroBatch, divisor: float) -> None:
+        self.micro_batch = micro_batch
+        self.divisor = divisor
+        self.reached: list[_Model] = []
 
 
 class GradAvgReducer:
@@ -41,33 +72,45 @@ class GradAvgReducer:
         ...
         reducer.weigh(loss, weight=n).backward()
 
-    The sums run over (rank, micro-batch) pairs. Micro-batches within `ddp_model.no_sync()` belong to the window that
-    ends with the next backward outside of it. Don't divide the loss by the window's length. Each backward runs one
-    weighed loss. Under the plain mean losses stay as they are, as with stock DDP, which you divide by the window's
-    length. Under other rules, a backward that raises discards its window, and keeps earlier gradients. Windows of
-    different parameters may be open at once, as those of two optimizers; see docs/reduction.md.
+    The sums run over (rank, micro-batch) pairs. Micro-batches whose forward is within `ddp_model.no_sync()` belong to
+    the window that ends with the next one outside of it. Don't divide the loss by the window's length. Each backward
+    runs one weighed loss. Under the plain mean losses stay as they are, as with stock DDP, which you divide by the
+    window's length. Under other rules, a backward that raises discards its window, and keeps earlier gradients. Every
+    model has a window of its own, whose micro-batches train the same parameters; see docs/reduction.md.
 
     Args:
-        reduction: A key of `lightning_gradavg.rules.RULES`, or a function `(place, weight) -> Share`, pure and the same
-            on all ranks.
+        reduction: A key of `lightning_gradavg.rules.RULES`.
 
     Raises:
         ValueError: If `reduction` names no rule.
-        TypeError: If `reduction` is neither a name nor a function.
+        TypeError: If `reduction` is no name.
     """
 
-    def __init__(self, *, reduction: str | RuleFunction | Rule = "mean") -> None:
+    def __init__(self, *, reduction: str | Rule = "mean") -> None:
         self._rule = resolve_rule(reduction)
         self._is_mean = self._rule == RULES["mean"]
         self._weights = Weights(self._rule, warnings.warn, _say_nothing)
-        self._windows: OpenWindows | None = None  # None until a model is registered
-        self._guard: BypassGuard | None = None
-        self._ends_window: Callable[[], bool] = self._reduces_next
-        self._frozen: list[nn.Parameter] = []  # when DDP was built
-        # Of each model, whether DDP reduces after its last forward. Weak: models come and go, as in cross-validation.
-        self._models: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+        self._ranks: Ranks | None = None  # from the first `register` on
+        self._unit: WeightUnit | None = None
+        self._running: _Backward | None = None
+        # Weak: models come and go, as in cross-validation.
+        self._models: WeakKeyDictionary[nn.Module, _Model] | None = None
+        self._optimizers: WeakSet[Optimizer] | None = None
 
-    def register(self, model: DistributedDataParallel, *, node: int | None = None) -> None:
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Know of an optimizer: two that train in one window of several micro-batches are refused."""
+        if self._optimizers is None:
+            self._optimizers = WeakSet()  # made here, as a strategy is pickled before it has any
+        self._optimizers.add(optimizer)
+
+    def register(
+        self,
+        model: DistributedDataParallel,
+        *,
+        node: int | None = None,
+        comm_hook: Hook | None = None,
+        comm_state: object = None,
+    ) -> None:
         """Reduce the gradients of a model by the rule from now on. A collective operation.
 
         You can register several models, such as those of a GAN. One loss may reach only some of them.
@@ -75,6 +118,9 @@ class GradAvgReducer:
         Args:
             model: The wrapped model.
             node: The index of this process's node; the default comes from the launcher.
+            comm_hook: A communication hook, which returns the mean of a bucket over the ranks. Give it here, and not to
+                the model: DDP takes one hook, which is the rule's. Under the plain mean, give it to the model.
+            comm_state: The state of `comm_hook`.
 
         Raises:
             TypeError: If the model is not wrapped.
@@ -85,38 +131,74 @@ class GradAvgReducer:
                 f"the model must be a DistributedDataParallel, got {type(model).__name__}. Wrap the model"
                 " first; or call lightning_gradavg.average_gradients after the backward of one that is not wrapped."
             )
-        if model.static_graph and not self._is_mean:
+        hook = CommHook(comm_hook, comm_state)
+        if not self._is_mean:
+            require_hookable(model, self._rule)
+            hook.require_served(model, next(model.parameters()).device)
+        elif comm_hook is not None:
             raise ValueError(
-                "static_graph=True makes DDP treat its first backward as every step's, which those within a window"
-                " are not. Leave it out, or use lightning_gradavg.GradAvgStrategy with Lightning's Trainer."
+                f"comm_hook={comm_hook!r} under reduction='mean', which DDP computes itself: call"
+                " model.register_comm_hook."
             )
         world = World.of(model.process_group)
-        if self._models and self._windows is not None and world != self._windows.options.world:
+        if self._ranks is not None and self._models and world != self._ranks.world:
             raise ValueError("the models of one reducer are reduced over one process group: use a reducer for each")
         nodes = self._agree(world, node)
-        if self._windows is not None and not self._windows.are_empty:
-            raise RuntimeError(
-                "register is called within a window, which would be lost. Register models before the first backward, or"
-                " after one that reduces."
-            )
-        self._require_known_parameters(model, world)
-        # Each once, in order: models may share some.
-        parameters: dict[nn.Parameter, None] = {}
-        for registered in [*self._models, model]:
-            parameters.update(dict.fromkeys(registered.parameters()))
-        if world.size > 1:
-            self._frozen += [parameter for parameter in model.parameters() if not parameter.requires_grad]
-        # Those of models that are gone are not reduced any more.
-        self._frozen = [parameter for parameter in self._frozen if parameter in parameters]
-        options = WindowOptions(
-            rule=self._rule,
-            places=places_on_nodes(nodes),
-            world=world,
-            device=next(model.parameters()).device,
+        _require_known_parameters(model, world)
+        if self._models is None:
+            self._models = WeakKeyDictionary()
+        if self._ranks is None or not self._models:
+            device = next(model.parameters()).device
+            self._ranks = Ranks(world, places_on_nodes(nodes), device)
+            self._unit = WeightUnit(self._rule, self._ranks)
+        assert self._unit is not None
+        gradients = ReplicatedGradients(model, world.group)
+        window = Window(
+            self._rule,
+            self._ranks,
+            gradients,
+            self._unit,
             user_ends_windows=True,
-            has_float16=any(parameter.dtype == torch.float16 for parameter in parameters),
+            optimizers=lambda: list(self._optimizers or ()),
         )
-        self.watch(model, options, ReplicatedGradients(list(parameters), frozen=self._frozen, group=world.group))
+        self._models[model] = _Model(model, window, gradients)
+        if self._is_mean:
+            # Stock DDP. With `divided_by`, the first loss hooks its window in.
+            model.register_forward_pre_hook(partial(_require_frozen, gradients))
+        else:
+            self._hook_in(model, hook)
+
+    def _hook_in(self, model: nn.Module, hook: CommHook) -> None:
+        """Have the window of a model multiply what DDP reduces."""
+        assert isinstance(model, DistributedDataParallel)
+        assert self._models is not None
+        registered = self._models[model]
+        registered.is_hooked = True
+        registered.reduces = bool(model.require_forward_param_sync)
+        hook.window = registered.window
+        hook.register(model)
+        model.register_forward_hook(partial(self._on_forward, registered))
+        BypassGuard(registered.gradients.leaves(), self._rule.name, self._is_in_backward)
+
+    def _is_in_backward(self) -> bool:
+        """Return whether the backward of a weighed loss has reached a model."""
+        assert self._models is not None
+        # Of any: two models may share a parameter.
+        return any(registered.window.state == WindowState.BACKWARD for registered in self._models.values())
+
+    def _on_forward(self, registered: _Model, model: nn.Module, _: object, output: object) -> None:
+        """Note whether DDP will reduce, and find out when a backward reaches the model: through its output."""
+        if not torch.is_grad_enabled():
+            return
+        if joins_inputs(model):
+            raise RuntimeError(
+                f"reduction={self._rule.name!r} within DistributedDataParallel.join, whose ranks without inputs send"
+                " nothing that the others wait for. Give such a rank a loss of weight=0, and leave join out."
+            )
+        registered.reduces = bool(model.require_forward_param_sync)
+        for _, leaf in leaves(output):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.grad_fn.register_prehook(partial(self._reach, registered))
 
     def _agree(self, world: World, node: int | None) -> list[int]:
         """Return the node of every rank; raise a ValueError on all if the ranks' rules differ. A collective operation.
@@ -126,57 +208,13 @@ class GradAvgReducer:
         rule = self._rule
 
         def contribute() -> Contribution:
-            node_of_rank = rule.node if node is None else node
+            node_of_rank = node
+            if node_of_rank is None:
+                node_of_rank = rule.node
             return Contribution([f"reduction={rule.name!r}, {rule.formula}"], node=node_of_rank)
 
         _, agreed = world.agree("GradAvgReducer cannot reduce", contribute)
         return agreed.nodes
-
-    @staticmethod
-    def _require_known_parameters(model: DistributedDataParallel, world: World) -> None:
-        """Raise a ValueError if parameters were frozen or unfrozen between DDP's making and now."""
-        # DDP lists its parameters once, in `_build_params_for_reducer`. Those that are unfrozen after `register` are
-        # averaged here (`ReplicatedGradients`), which knows of them because they are frozen now.
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if world.size > 1 and not model.parameters_to_ignore and len(trained) != parameters_known_to(model):
-            raise ValueError(
-                f"{len(trained)} parameters of the model require grad, but {parameters_known_to(model)} did when"
-                " DistributedDataParallel was made, which reduces those alone. Freeze or unfreeze parameters before you"
-                " wrap the model, or after register, which knows of the rest."
-            )
-
-    def watch(
-        self,
-        model: nn.Module,
-        options: WindowOptions,
-        gradients: ModelGradients,
-        ends_window: Callable[[], bool] | None = None,
-    ) -> None:
-        """Weigh the losses of a model of any engine from its next forward on.
-
-        Args:
-            model: The model.
-            options: What does not change in the run.
-            gradients: Where the gradients of all registered models are.
-            ends_window: Returns whether the next backward ends its window; by default DDP's `no_sync` says it.
-        """
-        # The guard and the windows are those of all models so far, and are made anew with each.
-        if self._guard is not None:
-            self._guard.remove()
-        windows = OpenWindows(options, gradients)
-        self._windows = windows
-        if not self._is_mean:
-            self._guard = BypassGuard(gradients.leaves(), self._rule.name, lambda: windows.are_in_backward)
-        if ends_window is not None:
-            self._ends_window = ends_window
-        self._models[model] = True
-        model.register_forward_pre_hook(self._on_forward)
-
-    def _on_forward(self, model: nn.Module, *_: object) -> None:
-        """Note whether DDP will reduce what this forward leads to, as DDP's `_post_forward` decides it."""
-        # A forward without gradients, as in validation, prepares no reduction.
-        if torch.is_grad_enabled():
-            self._models[model] = bool(getattr(model, "require_backward_grad_sync", True))
 
     def weigh(
         self, loss: Tensor, *, weight: object = None, divided_by: float | None = None, samples: int | None = None
@@ -194,98 +232,128 @@ class GradAvgReducer:
                 does not count.
 
         Raises:
-            RuntimeError: If no model is registered, or some are within `no_sync()` and some are not, or DDP would
-                reduce nothing, as after a forward within `no_sync()`.
+            RuntimeError: If no model is registered, or DDP would reduce nothing, as after a forward within `no_sync()`.
             TypeError: If the loss is no tensor.
-            ValueError: If `divided_by` is not a number > 0; in the last backward of a window, on all ranks, if some
-                rank's weight is missing or not usable, or two windows that share parameters are open at once.
+            ValueError: If `divided_by` is not a number > 0, or only some losses have it; in the last backward of a
+                window, on all ranks, if some rank's weight is missing or not usable, or other parameters train.
         """
         if divided_by is not None and not 0 < divided_by < math.inf:
             raise ValueError(
                 f"divided_by={divided_by!r} is not a finite number > 0: pass what the trainer divides each loss by"
             )
-        if self._windows is None:
+        if not self._models:
             raise RuntimeError("there is no model yet whose gradients are reduced: call register first")
         loss = require_loss(loss)
         problem = None
         if weight is None and samples is None and self._rule.uses_weight:
             problem = needs_weight(self._rule)
         micro_batch = self._weights.read(weight, None, samples, problem)
-        # As under `Stock`. With `divided_by` a trainer divides by N, and a short window must be multiplied.
         if self._is_mean and divided_by is None:
             if micro_batch.absent:
                 raise ValueError(
                     "samples=0 under reduction='mean', which counts every rank. Use reduction='weighted_mean', under"
                     " which a rank without samples does not count."
                 )
+            if any(registered.is_hooked for registered in self._models.values()):
+                raise ValueError("divided_by was given with the losses before: pass it with every loss, or with none")
             return loss  # to the bits of stock DDP
-        windows = self._windows
-        # Now, not in the backward: the user may leave `no_sync()` between the two.
-        ends_window = self._ends_window()
-        divisor = 1.0 if divided_by is None else divided_by
+        for model, registered in self._models.items():
+            if not registered.is_hooked:
+                self._hook_in(model, CommHook())
+        self._require_reduction()
+        divisor = 1.0
+        if divided_by is not None:
+            divisor = float(divided_by)
+        return weighed(loss, partial(self._begin_backward, micro_batch, divisor))
 
-        def begin(weighed: WeighedLoss) -> None:
-            self._begin_backward(windows, weighed, ends_window=ends_window, divisor=divisor)
-
-        return WeighedLoss(loss, micro_batch, on_backward=begin).value
-
-    def _reduces_next(self) -> bool:
-        """Return whether DDP reduces in the next backward."""
-        synced = {model.require_backward_grad_sync for model in self._models}
-        if len(synced) != 1:
-            raise RuntimeError(
-                "some models are within no_sync() and some are not, so it is not clear whether this backward ends the"
-                " window. Enter it for all models of the loop, or for none."
-            )
-        (reduces,) = synced
-        if reduces and not any(self._models.values()):
+    def _require_reduction(self) -> None:
+        """Raise a RuntimeError if the user ends a window, and DDP will not reduce in its backward."""
+        assert self._models is not None
+        models = self._models.values()
+        if all(registered.is_synced and not registered.reduces for registered in models):
             # Gradients would stay those of each rank, without a word, as with stock DDP.
             raise RuntimeError(_NOTHING_REDUCED)
-        return bool(reduces)
 
-    def _begin_backward(self, windows: OpenWindows, loss: WeighedLoss, *, ends_window: bool, divisor: float) -> None:
-        """Weigh a loss at the root of its backward, and finish the gradients after it.
+    def _begin_backward(self, micro_batch: MicroBatch, divisor: float) -> float:
+        """Begin the backward of a weighed loss, at its root; return what its gradient is multiplied by.
 
-        The loop runs the backward, so this comes within it: `WeighedLoss` calls this at its root, and autograd calls
-        `end` after DDP's reduction, or `fail` if the backward or the reduction raises.
+        The loop runs the backward, so autograd calls `_end_backward` after DDP's reduction, or `_abandon` if the
+        backward or the reduction raises.
         """
-        if windows.are_in_backward:
+        assert self._models is not None
+        if self._running is not None:
             raise RuntimeError(
                 "a backward runs two weighed losses, and each of them would end its window. Add the losses up, and"
                 " weigh their sum."
             )
-        # Not in `weigh`: a loss may be weighed and never run, and the parameters that train now say whose it is.
-        window = windows.next(loss)
-        window.add(loss, ends_window=ends_window, divisor=divisor)
-        window.begin_backward(loss)
-        models = list(self._models)
-        # Hooks on all parameters, which the usual loop of one model does not pay for.
-        reaching: ReachedParameters | None = None
-        if len(models) > 1:
-            reaching = ReachedParameters(parameter for model in models for parameter in model.parameters())
+        self._running = _Backward(micro_batch, divisor)
+        after_backward(self._end_backward, self._abandon)
+        models = list(self._models.values())
+        factor = models[0].window.multiplier(micro_batch)
+        # Of several, one loss may reach only some, as those of an actor and a critic: their outputs tell.
+        if len(models) == 1:
+            self._reach(models[0])
+        return factor
 
-        def end() -> None:
-            reached: set[Tensor] | None = None  # None: all models are reached, as there is one
-            if reaching is not None:
-                reached = reaching.end()
-            for model in models:
-                # One loss may reach only some of the models, as those of an actor and a critic.
-                if reached is not None and reached.isdisjoint(model.parameters()):
-                    continue
-                if ends_window and not self._models[model]:
-                    window.abandon()
-                    raise RuntimeError(_NOTHING_REDUCED)
-                # DDP reduces in one backward after a forward: the next one needs a forward of its own.
-                self._models[model] = False
-            if window.end_backward():
-                window.close()
+    def _reach(self, model: _Model, _: object = None) -> None:
+        """Add the running loss to the window of a model, before the backward reaches its parameters."""
+        running = self._running
+        # None: `torch.autograd.grad` goes through the model, as for a penalty on its gradient. It accumulates nothing.
+        if running is None or model in running.reached:
+            return
+        if model.is_synced and not model.reduces:
+            raise RuntimeError(_NOTHING_REDUCED)
+        running.reached.append(model)
+        model.window.add(running.micro_batch, ends=model.reduces, divisor=running.divisor)
+        model.window.begin_backward()
 
-        def fail() -> None:
-            if reaching is not None:
-                reaching.end()
-            window.abandon()
+    def _end_backward(self) -> None:
+        """End the backward of a weighed loss, and the windows that end with it. May be a collective operation."""
+        running = self._running
+        assert running is not None
+        self._running = None
+        try:
+            for model in running.reached:
+                model.window.end_backward()
+                if model.window.has_ended:
+                    model.reduces = False  # DDP reduces in one backward after a forward
+                    model.window.reduce()
+                    model.window.close()
+        except BaseException:
+            for model in running.reached:
+                model.window.abandon()
+            raise
 
-        after_backward(end, fail)
+    def _abandon(self) -> None:
+        """Abandon the windows that a backward has reached which raised."""
+        running = self._running
+        self._running = None
+        if running is not None:
+            for model in running.reached:
+                model.window.abandon()
+
+
+def _require_known_parameters(model: DistributedDataParallel, world: World) -> None:
+    """Raise a ValueError if parameters were frozen or unfrozen between DDP's making and now."""
+    # DDP lists its parameters once, in `_build_params_for_reducer`.
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if world.size > 1 and not model.parameters_to_ignore and len(trained) != parameters_known_to(model):
+        raise ValueError(
+            f"{len(trained)} parameters of the model require grad, but {parameters_known_to(model)} did when"
+            " DistributedDataParallel was made, which reduces those alone. Freeze or unfreeze parameters before you"
+            " wrap the model."
+        )
+
+
+def _require_frozen(gradients: ReplicatedGradients, *_: object) -> None:
+    """Raise a RuntimeError if a parameter trains that was frozen when DDP was made: each rank would keep its own."""
+    if torch.is_grad_enabled() and gradients.unfrozen:
+        shape = tuple(gradients.unfrozen[0].shape)
+        raise RuntimeError(
+            f"a parameter of shape {shape} trains that was frozen when DistributedDataParallel was made, which reduces"
+            " only what trained then: every rank would keep a gradient of its own. Wrap the model anew after you"
+            " unfreeze it, or use another reduction than 'mean'."
+        )
 
 
 def _say_nothing(_: str) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fractions import Fraction
 
 import torch
 from torch import Tensor
 
 from lightning_gradavg._support.place import places_on_nodes
-from lightning_gradavg.rules import Rule, is_number, share_of
+from lightning_gradavg.rules import Rule, is_number, normalizer_of, share_of
 
 __all__ = ["combine", "rank_factors"]
 
@@ -33,17 +32,17 @@ def rank_factors(rule: Rule, nodes: Sequence[int], weights: Sequence[float]) -> 
     """Return what the gradient of each rank is multiplied by where all weights are known: `w / Z`, 0 for "discard it".
 
     Raises:
-        ValueError: If the rule fails, or a multiplier, the normalizer or a factor is not finite and >= 0.
+        ValueError: If a weight, a multiplier, the normalizer or a factor is not finite and >= 0.
     """
     # Ranks stand for pairs here: the micro-batches of a window count as further ranks on their node (`rules`).
+    places = places_on_nodes(nodes)
     multipliers: list[float] = []
-    normalizers: list[float | Fraction] = []
-    for place, weight in zip(places_on_nodes(nodes), weights, strict=True):
+    normalizers: list[float] = []
+    for place, weight in zip(places, weights, strict=True):
         share = share_of(rule, place, weight)
-        multipliers.append(float(share.multiplier))
+        multipliers.append(share.multiplier)
         normalizers.append(share.normalizer)
-    # Summed as it is: a rule may give fractions, whose sum is exact, as W times 1/W.
-    normalizer = float(sum(normalizers))
+    normalizer = normalizer_of(rule, places, sum(normalizers))
     factors: list[float] = []
     for multiplier in multipliers:
         if normalizer > 0:

@@ -85,21 +85,12 @@ class OneForward(Part):
             return None
         return chunk.samples
 
-    def samples_of_ranks(self, batches: Batches) -> float | None:
-        """Return the sum of what `weight` gives on all ranks in the running step; None if they do not share a batch."""
-        return batches.shared_samples
-
     def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
         """Run a training step; return its output, whose loss has its weight."""
         (piece,) = step.batches.pieces(batch)
         with step.batches.training_step(), step.batches.computing("forward", piece):
             output = step.forward(batch, *args)
-            return step.reduction.read(
-                output,
-                self.weight(step.batches.chunk),
-                batch,
-                samples_of_ranks=self.samples_of_ranks(step.batches),
-            )
+            return step.reduction.read(output, self.weight(step.batches.chunk), batch)
 
     def end_step(self) -> None:
         """End a step whose gradients are reduced."""
@@ -216,13 +207,7 @@ class Replicas(OneForward):
         with reducing, counting:
             with batches.computing("forward", piece):
                 output = step.forward(batch, *args)
-                output = step.reduction.read(
-                    output,
-                    weight,
-                    batch,
-                    samples_of_ranks=self.samples_of_ranks(batches),
-                    is_last_piece=is_last,
-                )
+                output = step.reduction.read(output, weight, batch, is_last_piece=is_last)
             if self.run.loop.skips_backward:
                 return mapped(output, _detached)  # a graph would be kept until the end of the step
             if not is_last:

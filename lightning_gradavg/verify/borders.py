@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
@@ -51,7 +50,7 @@ def facts_of(trainer: Trainer) -> RunFacts:
     return RunFacts(
         strategy=name,
         is_gradavg=hasattr(trainer.strategy, "facts"),
-        rule=replace(facts.rule, share=RULES["mean"].share),  # a user's function may have no pickle
+        rule=facts.rule,
         splits_batches=facts.splits_batches,
         replicated=facts.replicated,
         replicas=facts.replicas,

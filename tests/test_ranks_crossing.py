@@ -1,0 +1,168 @@
+"""Losses that read other ranks' rows, under weights that differ by rank: the gradient by hand, in every engine.
+
+A loss has gradients on other ranks there, which must carry the weight of the loss, and not that of the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from ranks import NEEDS_SHARDS_ON_CPU, make_trainer
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
+from torch.nn.functional import batch_norm
+from torch.utils.data import DataLoader
+from toys import IGNORE_DEPRECATED_GATHER, IGNORE_UNUSED_PARAMETERS, approx
+
+from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy, gather, global_mean
+
+pytestmark = [*IGNORE_UNUSED_PARAMETERS, IGNORE_DEPRECATED_GATHER]
+
+X = ((1.0, 2.0, 3.0), (5.0, 7.0, 11.0))
+"""The sample of each micro-batch of both ranks."""
+WEIGHTS = ((3.0, 1.0, 2.0), (1.0, 2.0, 4.0))
+"""The weight of each."""
+TOTALS = (6.0, 9.0, 14.0)
+"""The sum of both samples of each micro-batch."""
+
+
+class Crossing(NamedTuple):
+    """A loss, of this rank's row: each rank multiplies it by its rank + 1."""
+
+    loss: Callable[[Tensor], Tensor]
+    # The gradient of each micro-batch, by hand, before ranks multiply it.
+    gradients: Callable[[int, int], float]
+    reduction: str = "weighted_mean"
+
+
+CROSSINGS = {
+    "plain": Crossing(lambda row: row.sum(), lambda rank, index: X[rank][index]),
+    "gather": Crossing(lambda row: gather(row).sum(), lambda rank, index: TOTALS[index]),
+    "torch's gather": Crossing(lambda row: torch.stack(all_gather(row)).sum(), lambda rank, index: TOTALS[index]),
+    "global_mean": Crossing(lambda row: global_mean(row.sum(), 1), lambda rank, index: TOTALS[index] / 2, "mean"),
+}
+
+
+def expected_of(name: str, window: range) -> float:
+    """Return the gradient of a window: sum(n * c * g) / sum(n), with c = rank + 1; without n under the plain mean."""
+    total = 0.0
+    normalizer = 0.0
+    for rank in range(2):
+        for index in window:
+            weight = WEIGHTS[rank][index]
+            multiplier = weight * (rank + 1)
+            if CROSSINGS[name].reduction == "mean":
+                weight = 1.0
+                multiplier = 1.0
+            total += multiplier * CROSSINGS[name].gradients(rank, index)
+            normalizer += weight
+    return total / normalizer
+
+
+class Crossed(LightningModule):
+    """Two weights, whose sum multiplies the sample of a rank; so a sharded model has one on each."""
+
+    def __init__(self, loss: Callable[[Tensor], Tensor], *, shards: bool = False, weighs: bool = True) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 2, bias=False).double()
+        nn.init.ones_(self.net.weight)
+        self.loss = loss
+        self.shards = shards
+        self.weighs = weighs
+        self.gradients: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.shards:
+            from torch.distributed._composable.fsdp import fully_shard  # noqa: PLC0415  # slow
+
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.loss(self.net(batch.reshape(1, 1)).sum(1))
+        if not self.weighs:
+            return loss
+        rank = dist.get_rank()
+        return {"loss": (rank + 1) * loss, "weight": WEIGHTS[rank][batch_idx]}
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradient: Any = self.net.weight.grad
+        if self.shards:
+            gradient = gradient.full_tensor()
+        first, second = gradient.flatten().tolist()
+        assert first == second
+        self.gradients.append(first)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def train_crossed(name: str, engine: str, window: int) -> list[float]:
+    """Body: return the gradient of each window."""
+    loss, _, reduction = CROSSINGS[name]
+    batches: Any = [torch.tensor(number, dtype=torch.float64) for number in X[dist.get_rank()]]
+    loader = DataLoader(batches, batch_size=None)
+    strategy: Any = GradAvgStrategy(reduction=reduction)
+    if engine == "FSDP2":
+        strategy = GradAvgModelParallelStrategy(reduction=reduction, data_parallel_size=2, tensor_parallel_size=1)
+    if engine == "tree":
+        strategy = GradAvgStrategy(reduction=reduction, reproducible=True, num_replicas=2)
+        both: Any = torch.tensor(X, dtype=torch.float64).T.flatten()
+        loader = DataLoader(both, batch_size=2)
+    # Under the tree "mean" weighs by samples, of which each rank has one.
+    module = Crossed(loss, shards=engine == "FSDP2", weighs=reduction != "mean")
+    options: Any = {"use_distributed_sampler": False, "accumulate_grad_batches": window}
+    make_trainer(strategy, max_epochs=1, **options).fit(module, loader)
+    return module.gradients
+
+
+@NEEDS_SHARDS_ON_CPU
+@pytest.mark.parametrize(("name", "engine", "window"), [*product(CROSSINGS, ["DDP", "FSDP2", "tree"], [1, 3])])
+def test_losses_of_all_ranks_rows_by_hand(world, name, engine, window):
+    windows = [range(start, start + window) for start in range(0, 3, window)]
+    expected = [approx(expected_of(name, micro_batches)) for micro_batches in windows]
+    assert [expected] * 2 == world(2).run(train_crossed, name, engine, window)
+
+
+class OfOneDevice(Crossed):
+    """Batch norm over both ranks' samples. The loss of each has a weight of its own."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        row = self.net(batch.reshape(-1, 1)).sum(1)
+        normed = nn.functional.batch_norm((row + row.square())[:, None], None, None, training=True)[:, 0]
+        rank = dist.get_rank()
+        return {"loss": (rank + 1) * (normed * row).sum(), "weight": WEIGHTS[rank][batch_idx]}
+
+
+def train_normed(window: int) -> list[float]:
+    """Body: return the gradient of each window."""
+    both: Any = torch.tensor(X, dtype=torch.float64).T.flatten()
+    module = OfOneDevice(torch.sum)
+    strategy = GradAvgStrategy(equivalent_to="single_device")
+    make_trainer(strategy, max_epochs=1, accumulate_grad_batches=window).fit(module, DataLoader(both, batch_size=2))
+    return module.gradients
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_batch_norm_over_all_ranks_is_that_of_one_process(world, window):
+    """The loss is sum(n * c * normed * row) / sum(n), over the rows of both ranks."""
+    expected = []
+    for start in range(0, 3, window):
+        w = torch.ones((), dtype=torch.float64, requires_grad=True)
+        total: Any = 0.0
+        normalizer = 0.0
+        for index in range(start, start + window):
+            rows = 2 * w * torch.tensor([X[0][index], X[1][index]], dtype=torch.float64)
+            normed = batch_norm((rows + rows.square())[:, None], None, None, training=True)[:, 0]
+            weights = torch.tensor([WEIGHTS[0][index], 2 * WEIGHTS[1][index]], dtype=torch.float64)
+            total = total + (weights * normed * rows).sum()
+            normalizer += WEIGHTS[0][index] + WEIGHTS[1][index]
+        (total / normalizer).backward()
+        assert w.grad is not None
+        expected.append(approx(w.grad.item() / 2))  # of one of the two weights
+    assert [expected] * 2 == world(2).run(train_normed, window)
