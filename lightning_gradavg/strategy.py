@@ -34,7 +34,7 @@ from lightning_gradavg._support.arguments import by_keyword
 from lightning_gradavg._support.collectives import World
 from lightning_gradavg._support.fingerprint import combined, state_digests
 from lightning_gradavg._support.means import averages, averages_integers, mean_of_integers
-from lightning_gradavg._support.random_state import random_state, restore_random_state
+from lightning_gradavg._support.random_state import RandomState, random_state, restore_random_state
 from lightning_gradavg._support.text import plural
 from lightning_gradavg._training import WeighedTraining
 from lightning_gradavg.batches.part import Batches, SplitBatches
@@ -237,7 +237,11 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         )
         self._batches = Batches()
         if options.split_batches:
-            self._batches = SplitBatches(options, super(WeighedTraining, self).batch_to_device)
+            self._batches = SplitBatches(
+                options,
+                to_device=super(WeighedTraining, self).batch_to_device,
+                own_state=self._own_state,
+            )
         self._rates = Rates(
             options,
             lr_scaling=lr_scaling,
@@ -341,6 +345,10 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         """
         return combined(self.state_digests())
 
+    def _own_state(self) -> RandomState:
+        """Return the own random state of the process, also where evaluation draws from its streams."""
+        return self._evaluation.own_state()
+
     def state_digests(self) -> dict[str, str]:
         """Return as many digits for every tensor and number of the state, by name. A collective operation.
 
@@ -352,7 +360,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         world = World.of(None)
         if self._faults.ends_apart():
             world = World()  # of this rank alone: the others exchange nothing any more
-        drawn: Saved = {"random state": world.from_first(random_state())}
+        drawn: Saved = {"random state": world.from_first(self._own_state())}
         if isinstance(self._batches, SplitBatches):
             drawn["seed"] = self._batches.seed
         return state_digests(self.lightning_module, self.optimizers, drawn)

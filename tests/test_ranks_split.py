@@ -72,7 +72,9 @@ def test_trainer_options_count_loader_batches(world, name, limit):
     (alone,) = world(1).run(fit, read, {}, **options)
     ranks = world(3).run(fit, read, {"max_device_batch_size": limit}, **options)
     assert steps == len(stock.steps)
-    assert join_ranks([stock]) == join_ranks([alone]) == join_ranks(ranks)
+    if name != "reloaded":  # Lightning makes an iterator there and drops it, for which stock draws a seed of workers
+        assert join_ranks([stock]) == join_ranks([alone])
+    assert join_ranks([alone]) == join_ranks(ranks)
     assert drawn_numbers(alone) == drawn_numbers(ranks[0])
     for noted in ranks:
         assert (stock.validated, stock.set_up) == (noted.validated, noted.set_up)

@@ -38,6 +38,11 @@ pytestmark = [
 
 WORKERS: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
 REPRODUCIBLE = {"reproducible": True, "num_replicas": 4}
+SPLITS: list[dict[str, Any]] = [
+    {"equivalent_to": "single_device"},
+    {"split_batches": True},
+    {"equivalent_to": "data_parallel"},
+]
 
 
 def noise() -> float:
@@ -303,6 +308,62 @@ def test_a_sample_that_draws_outside_of_the_streams(world):
         assert "loads twice from the same random state differs" in error.message
 
 
+class Epochs(LightningModule):
+    """Notes what its loader draws in each epoch, of which Lightning asks for anew each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(()))
+        self.drawn: list[float] = []
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Noisy(), 20)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.drawn.append(float(batch.sum()))
+        return (self.w * batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.001)
+
+
+def draw_of_epochs() -> list[float]:
+    """Body: train three epochs, each with a new loader."""
+    seed_everything(3, verbose=False)
+    module = Epochs()
+    strategy = GradAvgStrategy(reproducible=True, num_replicas=2)
+    make_trainer(strategy, max_epochs=3, reload_dataloaders_every_n_epochs=1).fit(module)
+    return module.drawn
+
+
+def test_a_loader_that_is_replaced_goes_on_with_its_passes(world):
+    """A new loader for each epoch draws other numbers in each, the same on 1 and 2 ranks."""
+    (alone,) = world(1).run(draw_of_epochs)
+    of_ranks = world(2).run(draw_of_epochs)
+    assert 6 == len(alone) == len(set(alone))
+    assert sorted(alone) == sorted(chain(*of_ranks))
+
+
+def read_in_turn() -> list[list[float]]:
+    """Body: read two loaders in turn, three passes and two."""
+    seed(7)
+    first, second = (split_batches(DataLoader(Noisy(), 20, shuffle=True)) for _ in range(2))
+    return [next(iter(loader)).tolist() for loader in (first, second, first, second, first)]
+
+
+def test_two_loaders_of_an_own_loop_read_as_on_one_process(world):
+    """Their orders are those of one process, and no two passes draw the same."""
+    seed(7)
+    plain = [DataLoader(torch.arange(20), 20, shuffle=True) for _ in range(2)]
+    orders = [next(iter(plain[index])).tolist() for index in (0, 1, 0, 1, 0)]
+    of_ranks = world(2).run(read_in_turn)
+    read = [list(chain(*passes)) for passes in zip(*of_ranks, strict=True)]
+    # A sample is its index and up to 3 of noise, so numbers are told apart by their fractions.
+    for order, samples in zip(orders, read, strict=True):
+        assert all(index <= sample < index + 3 for index, sample in zip(order, samples, strict=True))
+    assert 100 == len(set(chain(*read)))
+
+
 def fit_two_loaders(options: dict[str, Any]) -> None:
     """Body: train on two loaders, of which each rank has its own half of the data."""
     halves: list[DataLoader[Any]] = [DataLoader(torch.arange(16.0)[dist.get_rank() :: 2], 4) for _ in range(2)]
@@ -319,6 +380,57 @@ def test_ranks_that_read_halves_of_the_data_are_an_error_on_all(world):
     for error in world(2).run_expecting_errors(fit_two_loaders, {"split_batches": True}):
         assert "RuntimeError" == error.type_name
         assert "the datasets of the ranks differ" in error.message
+
+
+def fit_ready(options: dict[str, Any]) -> None:
+    """Body: train on batches that come ready made, of which each rank has its own half of the data."""
+    batches: Any = list(torch.arange(16.0)[dist.get_rank() :: 2].split(4))
+    make_trainer(GradAvgStrategy(**options), max_epochs=1).fit(Masks(), DataLoader(batches, batch_size=None))
+
+
+def fit_late_difference(options: dict[str, Any]) -> None:
+    """Body: train by a sampler that differs between the ranks in the last of three batches alone."""
+    batches: Any = [[0, 1], [2, 3], [4, 5 + dist.get_rank()]]
+    make_trainer(GradAvgStrategy(**options), max_epochs=1).fit(
+        Masks(), DataLoader(torch.arange(8.0), batch_sampler=batches)
+    )
+
+
+@pytest.mark.parametrize(
+    ("fits", "message"),
+    [(fit_ready, "the datasets of the ranks differ"), (fit_late_difference, "found at batch 3 of this epoch")],
+)
+def test_what_ranks_read_is_compared_to_the_end(world, fits, message):
+    for error in world(2).run_expecting_errors(fits, {"split_batches": True}):
+        assert "RuntimeError" == error.type_name
+        assert message in error.message
+
+
+def appended(samples: list[list[float]]) -> Tensor:
+    """Change each sample in place, which the dataset keeps."""
+    for sample in samples:
+        sample.append(9.0)
+    return torch.tensor(samples)
+
+
+def fit_appending(options: dict[str, Any]) -> list[int]:
+    """Body: return the numbers of columns of the batches, of samples that `collate_fn` changes."""
+    widths: list[int] = []
+
+    class Wide(Masks):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            widths.append(batch.shape[1])
+            return super().training_step(batch, batch_idx)
+
+    samples: Any = [[float(index)] for index in range(4)]
+    make_trainer(GradAvgStrategy(**options), max_epochs=1).fit(Wide(), DataLoader(samples, 4, collate_fn=appended))
+    return widths
+
+
+@pytest.mark.parametrize("options", SPLITS, ids=str)
+def test_collate_fn_changes_a_sample_once(world, options):
+    """Samples are compared between ranks, and collated as a whole, without a trace in those that train."""
+    assert [[2], [2]] == world(2).run(fit_appending, options)
 
 
 def padded(samples: list[list[float]]) -> Tensor:
@@ -394,6 +506,9 @@ class Watched(Masks):
     def __init__(self) -> None:
         super().__init__()
         self.drawn_batches: list[list[float]] = []
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Have validation run."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.drawn_batches.append(batch.tolist() if isinstance(batch, Tensor) else [piece.tolist() for piece in batch])
@@ -505,6 +620,35 @@ class Keeping(DataLoader[Any]):
         vars(self)["kept"] = super().__iter__()
 
 
+class Swapped(Dataset[Any]):
+    """Ready-made batches by tuples, which an array takes for an index; and by tensors, which one takes as they are."""
+
+    def __init__(self) -> None:
+        self.rows = torch.arange(64).reshape(8, 8)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, key: Any) -> Tensor:
+        return torch.atleast_1d(self.rows[key])
+
+    def __getitems__(self, indices: Tensor) -> list[Tensor]:
+        assert isinstance(indices, Tensor)
+        return list(self.rows[indices][:, 0])
+
+
+def tuples(size: int) -> DataLoader[Any]:
+    """Return a loader without batches whose sampler yields tuples, each of which is one index."""
+    sampler: Any = [(3, slice(0, 4)), (5, slice(2, 6))]
+    return DataLoader(Swapped(), sampler=sampler, batch_size=None)
+
+
+def tensors(size: int) -> DataLoader[Any]:
+    """Return a loader whose batch sampler yields tensors, by which the dataset loads samples together."""
+    sampler: Any = [torch.tensor([0, 1, 2, 3]), torch.tensor([4, 5, 6])]
+    return DataLoader(Swapped(), batch_sampler=sampler)
+
+
 def lists_of_indices(size: int) -> DataLoader[Any]:
     """Return a loader without batches whose sampler yields lists of indices."""
     sampler: Any = BatchSampler(SequentialSampler(range(size)), 4, drop_last=False)
@@ -525,25 +669,33 @@ def pairs(size: int) -> DataLoader[Any]:
     return DataLoader(Numbered(), batch_sampler=batches)
 
 
-LOADERS: dict[str, Callable[[int], Any]] = {
-    "kept iterator": lambda size: Keeping(torch.arange(size), 4),
-    "lists of indices": lists_of_indices,
-    "pairs": pairs,
+TEN = ([[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9]])
+"""What ranks 0 and 1 get of 10 samples in batches of 4."""
+
+LOADERS: dict[str, tuple[Callable[[int], Any], tuple[list[list[int]], list[list[int]]]]] = {
+    "kept iterator": (lambda size: Keeping(torch.arange(size), 4), TEN),
+    "lists of indices": (lists_of_indices, TEN),
+    "pairs": (pairs, TEN),
+    "tuples": (tuples, ([[24, 25], [42, 43]], [[26, 27], [44, 45]])),
+    "tensors": (tensors, ([[0, 8], [32, 40]], [[16, 24], [48]])),
 }
 
 
 def read_loader(kind: str) -> list[list[int]]:
     """Body: return the rank's samples of each batch of two passes."""
-    loader = split_batches(LOADERS[kind](10))
+    loader = split_batches(LOADERS[kind][0](10))
     return [[int(number) for number in batch] for _ in range(2) for batch in loader]
 
 
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_loader_is_read_as_it_is(world, kind):
-    """What is no plain list of indices over a plain dataset: 10 samples in batches of 4, on 2 ranks, twice."""
+    """What is no plain list of indices over a plain dataset, on 2 ranks, twice; and whole on one."""
+    first, second = LOADERS[kind][1]
     of_rank_0, of_rank_1 = world(2).run(read_loader, kind)
-    assert [[0, 1], [4, 5], [8]] * 2 == of_rank_0
-    assert [[2, 3], [6, 7], [9]] * 2 == of_rank_1
+    assert first * 2 == of_rank_0
+    assert second * 2 == of_rank_1
+    (alone,) = world(1).run(read_loader, kind)
+    assert [[*own, *other] for own, other in zip(first, second, strict=True)] * 2 == alone
 
 
 class Threaded:
@@ -606,28 +758,85 @@ def test_a_stream_keeps_its_length(world, options):
     assert [(2, 2)] * 2 == world(2).run(fit_sized, options)
 
 
-def read_unsized(kind: str) -> list[list[int]]:
-    """Body: read a loader by a look of rank 0 alone, and then as all ranks do."""
-    loaders: Any = {
+def read_with_looks(kind: str, looks: bool) -> list[list[int]]:
+    """Body: train two epochs while rank 0 alone looks at the data; return the rank's samples."""
+    seed(5)
+    numbers: Any = torch.arange(8)
+    loaders: dict[str, Callable[[], Any]] = {
         "unsized": lambda: Unsized(lambda: torch.arange(8).split(4)),
-        "map": lambda: DataLoader(range(8), 4),
+        "shuffled": lambda: DataLoader(numbers, 4, shuffle=True),
+        "generator": lambda: DataLoader(numbers, 4, shuffle=True, generator=torch.Generator()),
+        "persistent": lambda: DataLoader(numbers, 4, shuffle=True, persistent_workers=True, **WORKERS),
     }
     module = Watched()
-    trainer = make_trainer(GradAvgStrategy(split_batches=True), max_epochs=1, callbacks=[Looking()])
-    trainer.fit(module, loaders[kind]())
+    trainer = make_trainer(
+        GradAvgStrategy(split_batches=True),
+        max_epochs=2,
+        callbacks=[Looking()] if looks else [],
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(module, loaders[kind](), DataLoader(torch.ones(2)))
     return [[int(number) for number in batch] for batch in module.drawn_batches]
 
 
 class Looking(Callback):
     """Looks at the data on rank 0 alone, as a callback that draws images does."""
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def look(self, trainer: Any) -> None:
         if trainer.global_rank == 0:
             next(iter(trainer.train_dataloader))
+            if trainer.val_dataloaders is not None:
+                next(iter(trainer.val_dataloaders))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.look(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.look(trainer)
 
 
-@pytest.mark.parametrize("kind", ["unsized", "map"])
+@pytest.mark.parametrize("kind", ["unsized", "shuffled", "generator", "persistent"])
 def test_one_rank_may_look_at_the_data(world, kind):
     """A look exchanges nothing, and moves nothing."""
-    of_rank_0, of_rank_1 = world(2).run(read_unsized, kind)
-    assert ([[0, 1], [4, 5]], [[2, 3], [6, 7]]) == (of_rank_0, of_rank_1)
+    assert world(2).run(read_with_looks, kind, looks=False) == world(2).run(read_with_looks, kind, looks=True)
+
+
+class Drawing(Masks):
+    """Draws from the process's own state before each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own: list[float] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.own.append(random.random())
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        noise()
+
+
+class AfterValidation(Callback):
+    """Saves at the end of each validation, before Lightning calls the strategy."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(f"{self.folder}/{trainer.current_epoch}.ckpt")
+
+
+def fit_saving(folder: str, resume: str | None) -> list[float]:
+    """Body: return what the process drew of its own."""
+    seed_everything(3 if resume is None else 8, verbose=False)
+    module = Drawing()
+    callbacks = [AfterValidation(folder)] if resume is None else []
+    trainer = make_trainer(GradAvgStrategy(**REPRODUCIBLE), max_epochs=2, callbacks=callbacks, num_sanity_val_steps=0)
+    trainer.fit(module, DataLoader(torch.ones(8), 4), DataLoader(torch.ones(4)), ckpt_path=resume, weights_only=False)
+    return module.own
+
+
+def test_a_checkpoint_of_a_validation_holds_the_own_state_of_training(world, tmp_path):
+    """While it is saved, evaluation draws from a stream of its own."""
+    whole = world(2).run(fit_saving, str(tmp_path), None)
+    resumed = world(2).run(fit_saving, "", str(tmp_path / "0.ckpt"))
+    assert [own[2:] for own in whole] == resumed

@@ -14,6 +14,7 @@ A stream of samples has no indices: every rank reads all of it, and `stream_copy
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -43,9 +44,9 @@ __all__ = [
 class Probe(NamedTuple):
     """What a rank loads once beside its own pieces, to find out what cannot be seen from outside."""
 
-    sample: object  # the index of a sample that all ranks load, and compare
+    sample: Any  # the indices of one sample, which all ranks load and compare
     key: bytes  # of the stream that it is loaded from
-    parts: Sequence[Sequence[object]]  # the indices of all pieces of the batch; none where collating is not compared
+    parts: Sequence[Any]  # the indices of all pieces of the batch; none where collating is not compared
 
 
 class Request(NamedTuple):
@@ -91,13 +92,14 @@ class CutDataset(Dataset[Any]):
         return self[request]
 
     def __getitem__(self, request: Request) -> LoadedBatch:
+        probed = None
+        if request.probe is not None:
+            # First: `collate_fn` may change samples that the dataset keeps.
+            probed = self._probed(request.probe)
         pieces: list[Any] = []
         for indices, key in zip(request.pieces, request.keys, strict=True):
             with drawing_from(key):
                 pieces.append(self._collated(indices))
-        probed = None
-        if request.probe is not None:
-            probed = self._probed(request.probe)
         return LoadedBatch(request.number, pieces, probed)
 
     def _collated(self, indices: Any) -> Any:
@@ -117,7 +119,7 @@ class CutDataset(Dataset[Any]):
         digests: list[bytes] = []
         for _ in range(2):
             with drawing_from(probe.key):
-                digests.append(data_digest(self._loaded([probe.sample])))
+                digests.append(data_digest(self._loaded(probe.sample)))
         difference = ""
         if probe.parts:
             difference = self._difference(probe)
@@ -129,14 +131,14 @@ class CutDataset(Dataset[Any]):
         with drawing_from(probe.key):
             for indices in probe.parts:
                 loaded.append(list(self._loaded(indices)))
-        samples: list[Any] = []
-        for of_part in loaded:
-            samples.extend(of_part)
         try:
+            samples: list[Any] = []
+            for of_part in copy.deepcopy(loaded):  # `collate_fn` may change samples
+                samples.extend(of_part)
             with drawing_from(probe.key):
-                whole = self.collate(list(samples))
+                whole = self.collate(samples)
             parts: list[Any] = []
-            for of_part in loaded:
+            for of_part in copy.deepcopy(loaded):
                 with drawing_from(probe.key):
                     parts.append(self.collate(of_part))
             return difference_of_parts(whole, parts)

@@ -55,7 +55,7 @@ from lightning_gradavg._support.tree import data_digest, rows_of, slice_rows
 from lightning_gradavg.batches.chunks import Chunk, Pieces, Split
 from lightning_gradavg.batches.cut import CollatedSamples, LoadedBatch, Probed, indices_copy, stream_copy
 from lightning_gradavg.batches.order import BatchRecord, LoaderState, Order, RequestSampler, Sources, Watch
-from lightning_gradavg.batches.streams import OrderStream, PassPlace, run_seed
+from lightning_gradavg.batches.streams import OrderStream, PassPlace, seed_of_state
 
 __all__ = [
     "Pass",
@@ -63,7 +63,6 @@ __all__ = [
     "Reading",
     "SplitLoader",
     "compare_at_times",
-    "draw_seed_of_workers",
     "reading_of",
     "split_batches",
 ]
@@ -131,6 +130,7 @@ class SplitLoader(LoaderWrapper):
         split: As the argument.
         reading: What a rank reads of it.
         passes: Passes that began.
+        position: As the argument.
 
     Raises:
         ValueError: On all ranks, if the loader cannot be split, or the ranks' loaders differ.
@@ -140,6 +140,7 @@ class SplitLoader(LoaderWrapper):
     split: Split
     reading: Reading
     passes: int
+    position: int
 
     def __init__(self, loader: object, split: Split, world: World, *, position: int = 0) -> None:
         loader = user_loader(loader)
@@ -152,24 +153,21 @@ class SplitLoader(LoaderWrapper):
         self.reading = reading
         self.passes = 0
         self._world = world
-        self._position = position
+        self.position = position
         # Where ranks seed them differently, rank 0's count.
         sources = Sources(loader)
         sources.load(world.from_first(sources.states()))
         self._copy_sampler: RequestSampler | None = None  # of the copy whose workers persist
-        self._stream: OrderStream | None = None  # of a loop of the user's own, from its first pass on
-        self._seed = 0  # likewise
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's part of each batch: in Fabric, or in a loop of the user's own."""
-        if self._stream is None:
-            # Not before: what a script draws until then moves the order, as on one process.
-            self._seed = run_seed(self._world)
-            self._stream = OrderStream(self._world.from_first(random_state()))
+        # In a loop of the user's own there is no run. Each pass follows from rank 0's state when it begins, as on one
+        # process: what the script has drawn until then, and other loaders, move it.
+        state = self._world.from_first(random_state())
         watch = None
         if self.passes == 0:
             watch = Watch()
-        reading = self.begin(self._stream, self._seed, watch=watch)
+        reading = self.begin(OrderStream(state), seed_of_state(state), watch=watch)
         try:
             for read in reading.items:
                 compare_at_times(read)
@@ -188,7 +186,7 @@ class SplitLoader(LoaderWrapper):
         *,
         resumed: LoaderState | None = None,
         watch: Watch | None = None,
-        compares: bool = True,
+        is_look: bool = False,
     ) -> Pass:
         """Begin a pass.
 
@@ -197,21 +195,21 @@ class SplitLoader(LoaderWrapper):
             seed: The seed of the run.
             resumed: Where the pass begins; None for a new one. See `Order`.
             watch: What the first batch of a run is asked for.
-            compares: Whether ranks compare what they have read, a collective operation; not where a user looks at the
-                data, perhaps on one rank.
+            is_look: Whether a user looks at the data, perhaps on one rank. Then ranks don't compare what they have
+                read, a collective operation, and no worker process persists.
         """
         if resumed is not None:
             self.passes = resumed["passes"]
-        place = PassPlace(seed, self._position, self.passes)
+        place = PassPlace(seed, self.position, self.passes)
         order = Order(self.loader, self.split, self._world, stream, place, resumed, watch)
         self.passes += 1
-        batches = self._begin_reading(order)
-        return Pass(order, self._items(order, batches, compares=compares))
+        batches = self._begin_reading(order, is_look=is_look)
+        return Pass(order, self._items(order, batches, compares=not is_look))
 
-    def _begin_reading(self, order: Order) -> Iterator[Any]:
+    def _begin_reading(self, order: Order, *, is_look: bool) -> Iterator[Any]:
         """Return what the loader yields, of a copy where it is cut before it is collated."""
         if self.reading is Reading.INDICES:
-            return self._begin_reading_indices(order)
+            return self._begin_reading_indices(order, is_look=is_look)
         loader: Any = self.loader
         if self.reading is Reading.SAMPLES:
             loader = stream_copy(loader, self.split, order.place, worker_init_fn=self.worker_init_fn)
@@ -221,11 +219,21 @@ class SplitLoader(LoaderWrapper):
             return _refusing_threads(batches, type(loader).__name__)
         return batches
 
-    def _begin_reading_indices(self, order: Order) -> Iterator[Any]:
+    def _begin_reading_indices(self, order: Order, *, is_look: bool) -> Iterator[Any]:
+        """Return what the loader yields, asked for this rank's pieces.
+
+        Torch draws one number for each iterator, from which it seeds the workers:
+
+        | the iterator | is seeded by |
+        |---|---|
+        | goes on with workers of the pass before | nothing: torch draws no number |
+        | is the first of a resumed run whose workers persist | the seed of the run and the rank: nothing was drawn |
+        | cuts batches | the number that torch would draw from the order's stream, and the rank |
+        | cuts nothing | the number that torch draws from the order's stream |
+        """
         loader: DataLoader[Any] = self.loader
-        persists = loader.num_workers > 0 and loader.persistent_workers
-        if self._copy is not None and self._copy_sampler is not None:
-            # Its workers go on. Torch draws no further seed for them.
+        persists = loader.num_workers > 0 and loader.persistent_workers and not is_look
+        if persists and self._copy is not None and self._copy_sampler is not None:
             self._copy_sampler.order = order
             going_on: Iterator[Any] = iter(self._copy)
             return going_on
@@ -233,13 +241,14 @@ class SplitLoader(LoaderWrapper):
         sampler.order = order
         generator = loader.generator
         if persists and order.place.number > 0:
-            # Resumed. In the run before, the workers of the first pass went on, and nothing was drawn for them here.
             key = stream_key(order.place.seed, "workers of a resumed run", self.split.rank)
             generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little", signed=True))
         elif self.split.cuts:
             generator = torch.Generator()
             sampler.seed_workers = partial(self._seed_workers, order, generator)
         copy = indices_copy(loader, sampler, worker_init_fn=self.worker_init_fn, generator=generator)
+        if is_look:
+            vars(copy)["persistent_workers"] = False
         if persists:
             self._copy = copy
             self._copy_sampler = sampler
@@ -253,9 +262,10 @@ class SplitLoader(LoaderWrapper):
     def _seed_workers(self, order: Order, generator: torch.Generator) -> None:
         """Have torch draw another seed for the workers of each rank, where it would draw the same for all.
 
-        Users seed generators by it, such as `dataset.rng` in a `worker_init_fn`.
+        Users seed generators by it, such as `dataset.rng` in a `worker_init_fn`. Torch makes the sampler's iterator,
+        and then draws (`_BaseDataLoaderIter`): so the sampler calls this, once its iterator is made.
         """
-        drawn = draw_seed_of_workers(self.loader)
+        drawn = int(torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator).item())
         key = stream_key(order.place.seed, "workers", drawn, self.split.rank)
         generator.manual_seed(int.from_bytes(key[:8], "little", signed=True))
 
@@ -305,11 +315,16 @@ class SplitLoader(LoaderWrapper):
         record = order.pending.popleft()
         assert isinstance(loaded, LoadedBatch)
         assert loaded.number == record.before.batches, "torch yields batches in the order in which it asks for them"
-        pieces = loaded.pieces
-        if not record.chunk.pieces:  # a ready-made batch, which is loaded now
-            chunk, pieces = self._cut_ready(pieces[0])
-            record = record._replace(chunk=chunk)
-        return ReadBatch(pieces, record, loaded.probed)
+        if record.chunk.pieces:
+            return ReadBatch(loaded.pieces, record, loaded.probed)
+        # A ready-made batch, of which all ranks asked for the same index. Whether they got the same is compared, too.
+        (batch,) = loaded.pieces
+        chunk, pieces = self._cut_ready(batch)
+        probed = None
+        if is_compared(record):
+            digest = data_digest(batch)
+            probed = Probed(digest, digest, "")
+        return ReadBatch(pieces, record._replace(chunk=chunk), probed)
 
     def _cut_ready(self, batch: Any) -> tuple[Chunk, list[Any]]:
         """Return this rank's chunk of a batch that comes ready made, and its pieces."""
@@ -370,12 +385,17 @@ class SplitLoader(LoaderWrapper):
         return split.cut(size).samples or 0
 
 
-def compare_at_times(read: ReadBatch) -> None:
-    """Compare what all ranks have read at batches 1, 2, 4, 8, ... of a pass with a length. A collective operation."""
-    order = read.record.order
-    number = read.record.after.batches
+def is_compared(record: BatchRecord) -> bool:
+    """Return whether ranks compare what they have read at a batch: 1, 2, 4, 8, ... and the last of a pass."""
+    number = record.after.batches
     is_power_of_2 = number & (number - 1) == 0
-    if order.has_length and (is_power_of_2 or read.probed is not None):
+    return is_power_of_2 or number == record.order.length
+
+
+def compare_at_times(read: ReadBatch) -> None:
+    """Compare what all ranks have read, at some batches of a pass with a length. A collective operation."""
+    order = read.record.order
+    if order.has_length and (is_compared(read.record) or read.probed is not None):
         order.compare(read.record.after, read.probed)
 
 
@@ -393,11 +413,6 @@ def _refusing_threads(batches: Iterator[Any], name: str) -> Iterator[Any]:
                 " num_workers=1, or without the thread."
             )
         yield batch
-
-
-def draw_seed_of_workers(loader: DataLoader[Any]) -> int:
-    """Return the number that torch draws for the seeds of workers when it makes an iterator (`_BaseDataLoaderIter`)."""
-    return int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
 
 
 def _rows_or_one(batch: Any) -> int:
@@ -457,10 +472,10 @@ def split_batches(loader: Any, *, group: dist.ProcessGroup | None = None) -> Spl
     """Return a loader that yields this rank's chunk of each batch of `loader`, which is the global batch.
 
     Every rank gets its contiguous chunk, in the order of one process. Chunks differ by at most one sample: 4 on 3 ranks
-    are 2, 1 and 1. A rank asks your sampler for the whole batch, and loads and collates only its own samples. What they
-    draw follows from the seed, the batch and the rank. If a batch has fewer samples than there are ranks, a rank that
-    gets none has a stand-in, the first samples of that batch, to take part in the backward, and `samples` of the
-    returned loader is 0: the weight of that batch.
+    are 2, 1 and 1. A rank asks your sampler for the whole batch, and loads and collates only its own samples. Their
+    order, and what they draw, follow from rank 0's random state when a pass begins. If a batch has fewer samples than
+    there are ranks, a rank that gets none has a stand-in, the first samples of that batch, to take part in the
+    backward, and `samples` of the returned loader is 0: the weight of that batch.
 
     Creating the loader and iterating over it are collective operations.
 

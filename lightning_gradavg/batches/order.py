@@ -36,9 +36,10 @@ __all__ = [
     "Order",
     "PassPosition",
     "RequestSampler",
+    "SourceStates",
     "Sources",
     "Watch",
-    "is_list_of_indices",
+    "sliceable",
 ]
 
 _END = object()  # not None, which a user's sampler may yield
@@ -134,6 +135,7 @@ class Order:
     Attributes:
         start: Where training begins in the pass: loader batches before it are passed over.
         position: Where reading is.
+        length: Batches of the pass, as the loader says; infinity if it doesn't.
         asked: Batches that the sampler, or the reader of a stream, was asked for.
         pending: The records of the batches whose indices were asked for, and which are still to come from the loader.
         began: The order's stream where the pass began.
@@ -157,7 +159,8 @@ class Order:
         self.position = PassPosition(0, "")
         self.asked = 0
         self.pending: deque[BatchRecord] = deque()
-        self.has_length = length_of(loader) < math.inf
+        self.length = length_of(loader)
+        self._collates_samples = getattr(loader, "batch_sampler", None) is not None
         self._split = split
         self._world = world
         self._stream = stream
@@ -179,6 +182,11 @@ class Order:
         self.sources_began = sources.states()
         self._resumes = self.start.batches > 0
 
+    @property
+    def has_length(self) -> bool:
+        """Whether the loader says how many batches a pass has."""
+        return self.length < math.inf
+
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Draw from the order's stream within the context."""
@@ -186,12 +194,17 @@ class Order:
             yield
         self.settle()
 
-    def settle(self) -> None:
+    def settle(self, *, draws_no_more: bool = False) -> None:
         """Have the stream go on from where it was when the checkpoint was saved, once its draws are repeated.
 
         Beside the pass, the seeds of validation loaders are drawn from it.
+
+        Args:
+            draws_no_more: Whether the sampler draws nothing in the rest of the pass.
         """
-        if self._now is not None and self.asked >= self._asked_before and not self._stream.is_drawing:
+        if self._now is None or self._stream.is_drawing:
+            return
+        if draws_no_more or self.asked >= self._asked_before:
             self._stream.state = self._now
             self._now = None
 
@@ -204,8 +217,8 @@ class Order:
     def request(self, indices: Any) -> Request | None:
         """Return what this rank loads of the batch that a sampler yields next; None if it is passed over."""
         self.asked += 1
-        if is_list_of_indices(indices):
-            return self._request_of_list(list(indices))
+        if self._lists_samples(indices):
+            return self._request_of_list(sliceable(indices))
         # What stands for a batch that is ready made. Its rows are known once it is loaded.
         key = None
         if self._split.cuts:
@@ -219,7 +232,14 @@ class Order:
         self.pending.append(record)
         return Request(number, [indices], [key])
 
-    def _request_of_list(self, indices: list[Any]) -> Request | None:
+    def _lists_samples(self, indices: object) -> bool:
+        """Return whether what a sampler yields lists the samples of a batch; else it stands for a batch as a whole."""
+        if self._collates_samples:
+            return not isinstance(indices, (str, bytes, Mapping)) and isinstance(indices, Iterable)
+        # Of a loader without batches: a tuple is an index of an array.
+        return isinstance(indices, list) or bool(getattr(indices, "ndim", 0))
+
+    def _request_of_list(self, indices: Any) -> Request | None:
         chunk = self._split.cut(len(indices))
         pieces = [indices[piece.start : piece.stop] for piece in chunk.pieces]
         keys = [self.key(piece) for piece in chunk.pieces]
@@ -234,14 +254,14 @@ class Order:
             self._watch = None
         return Request(number, pieces, keys, probe)
 
-    def _probe(self, indices: list[Any], watch: Watch) -> Probe:
+    def _probe(self, indices: Any, watch: Watch) -> Probe:
         """Return what is loaded of the first batch of the run, beside what ranks train on."""
-        parts: list[list[Any]] = []
+        parts: list[Any] = []
         if watch.compares_parts:
             for rank in range(self._split.world_size):
                 of_rank = replace(self._split, rank=rank).cut(len(indices))
                 parts.extend(indices[piece.start : piece.stop] for piece in of_rank.pieces if piece.samples > 0)
-        return Probe(indices[0], stream_key(self.place.seed, "load a sample to compare"), parts)
+        return Probe(indices[:1], stream_key(self.place.seed, "load a sample to compare"), parts)
 
     def record(self, digest: bytes, chunk: Chunk) -> BatchRecord | None:
         """Count the next loader batch; return its record, or None if it is passed over."""
@@ -325,13 +345,11 @@ _UNKNOWN = Chunk([], samples=None, batch_samples=0, layout=())
 """Of a ready-made batch that is not loaded yet."""
 
 
-def is_list_of_indices(indices: object) -> bool:
-    """Return whether what a sampler yields lists the samples of a batch; else it stands for a batch as a whole."""
-    if isinstance(indices, (str, bytes, Mapping)):
-        return False
-    if hasattr(indices, "ndim"):  # a tensor or array
-        return bool(indices.ndim)
-    return isinstance(indices, Iterable)
+def sliceable(indices: Any) -> Any:
+    """Return the indices of a batch as the sampler yields them, or as a list if they cannot be sliced."""
+    if isinstance(indices, (list, tuple, range)) or hasattr(indices, "ndim"):
+        return indices
+    return list(indices)
 
 
 def _as_integer(digest: bytes) -> int:
@@ -379,7 +397,7 @@ class RequestSampler:
                 if indices is _END:
                     return
                 request = order.request(indices)
-            order.settle()
+            order.settle(draws_no_more=self._draws_once)
             has_drawn = True
             if request is not None:
                 yield request

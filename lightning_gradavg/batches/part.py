@@ -23,6 +23,7 @@ from lightning_gradavg._lightning.options import Options
 from lightning_gradavg._lightning.part import Part, Run, Saved
 from lightning_gradavg._lightning.stand_in import stand_in
 from lightning_gradavg._support.random_state import (
+    RandomState,
     drawing_from,
     restore_random_state,
     stream_key,
@@ -219,9 +220,16 @@ class SplitBatches(Batches):
     4. `pieces`, and for each of them `moved` and `computing`.
     """
 
-    def __init__(self, options: Options, to_device: Callable[[Any], Any]) -> None:
-        """Split by the strategy's options; `to_device` moves a batch with the user's hooks."""
+    def __init__(self, options: Options, to_device: Callable[[Any], Any], own_state: Callable[[], RandomState]) -> None:
+        """Split the batches of a strategy.
+
+        Args:
+            options: The strategy's options.
+            to_device: Moves a batch with the user's hooks.
+            own_state: Returns the own random state of the process, also where evaluation draws from its streams.
+        """
         self._options = options
+        self._own_state = own_state
         self._to_device = to_device
         self._user_injects_samplers: bool | None = None  # the Trainer's option; None of a run that does not train
         self._loaded: DataState | None = None  # of a checkpoint, until a batch is trained on
@@ -293,7 +301,7 @@ class SplitBatches(Batches):
             compares_parts=self._options.preset is not None and self._split.cuts and world.rank == 0,
             requires_streams=self._options.reproducible,
         )
-        return Progress(self.run.loop, seed, resumed_order, watch, world)
+        return Progress(self.run.loop, seed, resumed_order, watch, world, self._own_state)
 
     @property
     def progress(self) -> Progress:
@@ -311,7 +319,9 @@ class SplitBatches(Batches):
 
         One stock process draws them, and the order of training, from one state.
         """
-        if self._progress is None or not self._progress.has_order:
+        stage = self.run.trainer.state.stage
+        evaluates = stage is not None and stage.evaluating  # else a user looks at the data, perhaps on one rank
+        if not evaluates or self._progress is None or not self._progress.has_order:
             return nullcontext()
         return self._progress.order.drawing()
 

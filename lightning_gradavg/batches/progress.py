@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypedDict
-
-from torch.utils.data import DataLoader
 
 from lightning_gradavg._lightning.internals import TrainingLoop
 from lightning_gradavg._support.collectives import World
 from lightning_gradavg._support.random_state import RandomState, random_state
 from lightning_gradavg.batches.chunks import Split
-from lightning_gradavg.batches.loader import Pass, ReadBatch, SplitLoader, draw_seed_of_workers
-from lightning_gradavg.batches.order import BatchRecord, LoaderState, Order, PassPosition, Sources, Watch
+from lightning_gradavg.batches.loader import Pass, ReadBatch, SplitLoader
+from lightning_gradavg.batches.order import BatchRecord, LoaderState, Order, PassPosition, Sources, SourceStates, Watch
 from lightning_gradavg.batches.records import Records
 from lightning_gradavg.batches.streams import OrderStream
 
@@ -42,17 +40,26 @@ class Progress:
         loop: Lightning's training loop.
         seed: The seed of the run.
         watch: What the first batch of each loader is asked for.
+        passes: Passes that began, by the position of the loader in the run: Lightning may replace the loader.
         window_own: The process's own state before the first batch of the window.
         resumed_order: In a resumed run, where the order's stream was, until a batch is trained on; else None.
     """
 
     def __init__(
-        self, loop: TrainingLoop, seed: int, resumed_order: RandomState | None, watch: Watch, world: World
+        self,
+        loop: TrainingLoop,
+        seed: int,
+        resumed_order: RandomState | None,
+        watch: Watch,
+        world: World,
+        own_state: Callable[[], RandomState],
     ) -> None:
         """Begin with the seed of a run, and of one that is resumed with the order's stream where it was."""
+        self._own_state = own_state
         self.loop = loop
         self.seed = seed
         self.watch = watch
+        self.passes: dict[int, int] = {}
         self._stream: OrderStream | None = None
         self.resumed_order = resumed_order
         if resumed_order is not None:
@@ -111,7 +118,7 @@ class Progress:
             return self._transfer_own
         if self.is_within_window and self.window_own is not None:
             return self.window_own
-        return random_state()
+        return self._own_state()
 
     @property
     def is_within_window(self) -> bool:
@@ -155,7 +162,6 @@ class TrainingLoader(SplitLoader):
         window_start: The record of the first batch of its window.
         resumed: Where the next passes begin in a resumed run, until a batch is trained on; else None.
         watch: What the first batch that Lightning reads is asked for; None afterwards.
-        iterators_unread: Iterators that were made since the last pass began, and are not read.
     """
 
     progress: Progress
@@ -164,7 +170,6 @@ class TrainingLoader(SplitLoader):
     window_start: BatchRecord | None
     resumed: LoaderState | None
     watch: Watch | None
-    iterators_unread: int
 
     def __init__(self, loader: object, split: Split, world: World, progress: Progress, *, position: int) -> None:
         super().__init__(loader, split, world, position=position)
@@ -174,7 +179,7 @@ class TrainingLoader(SplitLoader):
         self.window_start = None
         self.resumed = None
         self.watch = progress.watch
-        self.iterators_unread = 0
+        self.passes = progress.passes.get(position, 0)
 
     def __iter__(self) -> TrainingIterator:
         return TrainingIterator(self)
@@ -214,14 +219,6 @@ class TrainingLoader(SplitLoader):
         else:
             position = order.start
         return _state_within(order, position)
-
-    def draw_seeds_of_dropped(self, stream: OrderStream) -> None:
-        """Draw what torch draws for each iterator that Lightning made and dropped, as where it reloads the loaders."""
-        if not isinstance(self.loader, DataLoader):
-            return
-        for _ in range(self.iterators_unread):
-            with stream.drawing():
-                draw_seed_of_workers(self.loader)
 
     def _state_between_passes(self) -> LoaderState:
         states = Sources(self.loader).states()
@@ -268,22 +265,19 @@ class TrainingIterator(Iterator[object]):
 
     def __init__(self, loader: TrainingLoader) -> None:
         self.loader = loader
-        self.loader.iterators_unread += 1
         self._order = loader.progress.order  # which begins here, at the latest
         self.begun: Pass | None = None
         self._look: Iterator[ReadBatch] | None = None  # where a user reads it
+        self._sources_of_look: SourceStates | None = None
 
     def begin(self) -> Pass:
         """Begin the pass, unless it has begun."""
         if self.begun is None:
             loader = self.loader
             progress = loader.progress
-            loader.iterators_unread -= 1
-            if loader.resumed is None:
-                loader.draw_seeds_of_dropped(self._order)
-            loader.iterators_unread = 0
             watch, loader.watch = loader.watch, None
             self.begun = loader.begin(self._order, progress.seed, resumed=loader.resumed, watch=watch)
+            progress.passes[loader.position] = loader.passes
         return self.begun
 
     def __next__(self) -> object:
@@ -313,13 +307,20 @@ class TrainingIterator(Iterator[object]):
     def _next_of_look(self) -> object:
         """Return a batch to a user who looks at the data, as by `next(iter(trainer.train_dataloader))`.
 
-        Nothing is noted or exchanged, so one rank may look alone. The order's stream stays where it is.
+        Nothing is noted or exchanged, so one rank may look alone. The order's stream stays where it is, and so do the
+        loader's own generators and stateful samplers.
         """
         loader = self.loader
-        if self._look is None:
-            loader.iterators_unread -= 1
-            passes = loader.passes
-            look = loader.begin(self._order.copy(), loader.progress.seed, compares=False)
-            loader.passes = passes
-            self._look = look.items
-        return next(self._look).batch
+        sources = Sources(loader.loader)
+        states = sources.states()
+        if self._sources_of_look is not None:
+            sources.load(self._sources_of_look)
+        try:
+            if self._look is None:
+                passes = loader.passes
+                self._look = loader.begin(self._order.copy(), loader.progress.seed, is_look=True).items
+                loader.passes = passes
+            return next(self._look).batch
+        finally:
+            self._sources_of_look = sources.states()
+            sources.load(states)

@@ -4,7 +4,8 @@
 |---|---|---|
 | the order of training data: samplers, seeds of workers, readers of streams of samples | `OrderStream` | |
 | a piece of a batch: its samples and its `collate_fn` | its stream | seed, "load", loader, pass, batch, piece |
-| the same: its transfer hooks, forward and backward | its stream | seed, what it does, step, piece |
+| a piece of a stream of samples: its `collate_fn` | its stream | "collate", as above, with the worker's own batches |
+| a piece: its transfer hooks, forward and backward | its stream | seed, what it does, step, piece |
 | a batch of exact evaluation: its loading, hooks and step | its stream | seed, stage, epoch, loader, batch |
 | a batch that is not cut, and every other hook | the process's own state | |
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import blake2b
 from typing import NamedTuple
 
 import torch
@@ -31,7 +33,7 @@ from lightning_gradavg._support.random_state import (
 )
 from lightning_gradavg.batches.chunks import Piece
 
-__all__ = ["OrderStream", "PassPlace", "run_seed"]
+__all__ = ["OrderStream", "PassPlace", "run_seed", "seed_of_state"]
 
 
 def run_seed(world: World) -> int:
@@ -41,6 +43,12 @@ def run_seed(world: World) -> int:
     """
     seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
     return int(world.from_first(seed))
+
+
+def seed_of_state(state: RandomState) -> int:
+    """Return a seed that follows from the state of torch's generator."""
+    for_torch = state[0].numpy().tobytes()
+    return int.from_bytes(blake2b(for_torch, digest_size=8).digest(), "little")
 
 
 class PassPlace(NamedTuple):

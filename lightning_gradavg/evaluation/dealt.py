@@ -35,7 +35,6 @@ from lightning_gradavg._support.random_state import (
 from lightning_gradavg._support.tree import data_digest
 from lightning_gradavg.batches.cut import LoadedBatch, Request, indices_copy
 from lightning_gradavg.batches.loader import Reading, reading_of
-from lightning_gradavg.batches.order import is_list_of_indices
 from lightning_gradavg.batches.streams import OrderStream
 
 __all__ = ["EvaluationLoader", "EvaluationStreams", "StreamKey", "StreamRecord", "require_each_once"]
@@ -80,6 +79,12 @@ class EvaluationStreams:
                 self._own_of_device = getattr(torch, self._device.type).get_rng_state()
         seed_generators(key, self._device)
 
+    def own_state(self) -> RandomState:
+        """Return the process's own state, to which `restore` returns."""
+        if self._own is not None:
+            return self._own
+        return random_state()
+
     def restore(self) -> None:
         """Return to the process's own state, at the end of a pass."""
         if self._own is None:
@@ -110,21 +115,23 @@ class _DealtSampler(Shows):
         # All ranks ask their samplers from one stream, so all have the same order. It is drawn at once: between
         # the batches other streams are drawn from. `limit_*_batches` counts batches before they are dealt.
         with drawing_from(self._key("order")):
-            batches = list(islice(self._shown, self._limit))
+            batches = [_as_yielded(batch) for batch in islice(self._shown, self._limit)]
         self.digest = data_digest(batches)
         noted = forget_noted_indices(self._shown)
         for number in range(self._world.rank, len(batches), self._world.size):
-            indices = batches[number]
-            noted.append(indices)
-            if is_list_of_indices(indices):
-                indices = list(indices)
-            yield Request(number, [indices], [self._key("load", number)])
+            noted.append(batches[number])
+            yield Request(number, [batches[number]], [self._key("load", number)])
 
     def __len__(self) -> int:
         length = len(self._shown)
         if self._limit is not None:
             length = min(length, self._limit)
         return _length_of_share(length, self._world.rank, self._world.size)
+
+
+def _as_yielded(batch: Any) -> Any:
+    """Return what a sampler yields, but for an iterator of indices a list: it is read twice."""
+    return list(batch) if isinstance(batch, Iterator) else batch
 
 
 class _Reading(Enum):

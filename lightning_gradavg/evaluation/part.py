@@ -48,7 +48,7 @@ from lightning_gradavg._lightning.loaders import distributed_sampler, is_sharded
 from lightning_gradavg._lightning.methods import replaced
 from lightning_gradavg._lightning.part import Part, Run, Saved
 from lightning_gradavg._support.collectives import World
-from lightning_gradavg._support.random_state import stream_key
+from lightning_gradavg._support.random_state import RandomState, random_state, stream_key
 from lightning_gradavg._support.text import on_ranks
 from lightning_gradavg.batches.streams import run_seed
 from lightning_gradavg.evaluation.dealt import EvaluationLoader, EvaluationStreams, StreamRecord, require_each_once
@@ -94,6 +94,10 @@ class Evaluation(Part):
     def refuses_reduction(self) -> bool:
         """Return whether what is about to be reduced over the ranks is left as it is, and refused later."""
         return False
+
+    def own_state(self) -> RandomState:
+        """Return the own random state of the process."""
+        return random_state()
 
     def explain(self, exception: BaseException) -> None:
         """Add to an exception that ends the run what evaluation knows of its cause."""
@@ -279,6 +283,10 @@ class ExactEvaluation(Evaluation):
             self._changed_metrics.enter_context(gathers_lists(metric, self.run.world, self.refuses_reduction))
         if not self.run.trainer.predicting:
             loop.compute_at_end(self._complete)
+
+    def own_state(self) -> RandomState:
+        """Return the own random state of the process, which is kept aside within a pass."""
+        return self._streams.own_state()
 
     def _broadcast_buffers(self) -> None:
         """Write rank 0's buffers into those of all ranks, as DDP does before each forward. A collective operation."""

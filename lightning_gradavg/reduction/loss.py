@@ -27,16 +27,12 @@ class MicroBatch(NamedTuple):
         explicit: Whether the user gave the weight. If not, it is the number of samples.
         problem: Why the micro-batch cannot be used, or None. All ranks raise it together, when the window is reduced.
         absent: Whether the loss counts under no rule: its backward only keeps this rank in step with the others.
-        samples: The number of samples, if the step is observed and they are known.
-        loss: The loss as the user computed it, without its graph, if the step is observed.
     """
 
     weight: float
     explicit: bool = False
     problem: str | None = None
     absent: bool = False
-    samples: float | None = None
-    loss: Tensor | None = None
 
     @property
     def counts(self) -> bool:
