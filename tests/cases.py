@@ -873,7 +873,10 @@ REFUSED = [
         "weighted_mean",
         [[[(1.0, 1)]], [[1.0]]],
         error="losses differ: a weight given on rank 0; no weight given on rank 1. For weights: return",
-        error_of_way={"automatic": "the number of samples cannot be read from a batch of type float: return"},
+        error_of_way={
+            "automatic": "the number of samples cannot be read from a batch of type float: return",
+            "manual": "the number of samples cannot be read from a batch of type list: return",
+        },
         ways=["automatic", "manual"],
     ),
     Case(

@@ -77,7 +77,7 @@ SCOPES: Mapping[str, tuple[Callable[[], None], set[str]]] = {
         partial(train, WEIGHTED, accumulate_grad_batches=3),
         {"choose unit", "exchange rows", "wait for rows", "reduce bucket"},
     ),
-    "sum": (partial(train, {"reduction": "sum"}), {"exchange rows", "agree on termination"}),
+    "sum": (partial(train, {"reduction": "sum"}), {"exchange rows"}),
     "kept gradients": (partial(train, WEIGHTED), {"keep gradients", "add kept gradients"}),
     "weight 0": (weigh_zero, {"discard gradient"}),
     "reproducible": (

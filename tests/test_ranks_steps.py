@@ -743,8 +743,8 @@ def test_number_of_collectives(world, reduction, window):
     )
     assert 6 == stock[ONE_PARAMETER] == ours[ONE_PARAMETER]
     assert {ONE_PARAMETER} == {size for sizes in (ours, stock) for size in sizes if size >= ONE_PARAMETER}
-    # One per window where there is one, and one per micro-batch, where Lightning broadcasts a flag.
-    assert {0: 3 * (reduction != "mean") + 3 * window} == dict(ours - stock)
+    rows = Counter({0: 3}) if reduction != "mean" else Counter[int]()
+    assert rows == ours - stock
 
 
 class Wide(Toy):

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 HERE = Path(__file__).resolve().parent
 STRATEGY = "lightning_gradavg.GradAvgStrategy"
-OPTIONS = {"reduction": "weighted_mean", "bucket_cap_mb": 7.5, "static_graph": True}
+OPTIONS = {"reduction": "weighted_mean", "bucket_cap_mb": 7.5, "broadcast_buffers": False}
 HOOK = {"ddp_comm_hook": "lightning_gradavg.hooks.float32_sum"}
 IN_YAML: dict[str, Any] = {"class_path": STRATEGY, "init_args": {**OPTIONS, **HOOK, "timeout": "0:05:00"}}
 # The gradient on two ranks under each rule.
@@ -54,7 +54,7 @@ class Job(Toy):
 
     def on_train_end(self) -> None:
         strategy: Any = self.trainer.strategy
-        of_ddp = [strategy._ddp_kwargs.get(name) for name in ("bucket_cap_mb", "static_graph")]
+        of_ddp = [strategy._ddp_kwargs.get(name) for name in ("bucket_cap_mb", "broadcast_buffers")]
         found = [dist.get_rank(), dist.get_world_size(), strategy.node_rank, type(strategy).__name__]
         found += [strategy._ddp_comm_hook is hooks.float32_sum, strategy._timeout.total_seconds(), *of_ddp]
         (self.out / f"rank{dist.get_rank()}.yaml").write_text(yaml.safe_dump([*found, self.seen.gradients[0].item()]))
@@ -94,9 +94,9 @@ def train_by(way: Any, folder: str, *given: Any) -> None:
 WAYS: list[tuple[Any, Any, list[str], tuple[Any, ...]]] = [
     (own_cli, "auto", NAMED, (MEAN,)),
     (own_cli, "gradavg_weighted", [], (WEIGHTED,)),
-    (own_cli, IN_YAML, [], (WEIGHTED, True, 300.0, 7.5, True)),
+    (own_cli, IN_YAML, [], (WEIGHTED, True, 300.0, 7.5, False)),
     (own_cli, "auto", [*NAMED, "--trainer.strategy.reduction=weighted_mean"], (WEIGHTED,)),
-    (hydra, {"_target_": STRATEGY, **OPTIONS}, [], (WEIGHTED, False, 1800.0, 7.5, True)),
+    (hydra, {"_target_": STRATEGY, **OPTIONS}, [], (WEIGHTED, False, 1800.0, 7.5, False)),
 ]
 
 
