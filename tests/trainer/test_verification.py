@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +104,12 @@ def test_a_run_that_fails_shows_the_last_line_of_the_user(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_the_ranks_and_removes_their_folders(number, tmp_path):
+def test_a_signal_ends_the_ranks_and_removes_their_folders(number, tmp_path, request):
     """A job's time is over, or the terminal is closed: what the command started ends with it."""
-    pipe, folder = tmp_path / "pipe", tmp_path / "folder"
+    pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    folder.mkdir()
+    folder = Path(tempfile.mkdtemp(prefix="gav"))  # the path of a socket is below 108 characters
+    request.addfinalizer(partial(shutil.rmtree, folder))
     command = [sys.executable, "-m", "lightning_gradavg", "verify", f"{HERE}:Waiting", "--data", f"{HERE}:Data"]
     environ = {**os.environ, "PIPE": str(pipe), "TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, env=environ) as process:
