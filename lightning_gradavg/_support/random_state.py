@@ -105,7 +105,11 @@ def drawing_from(key: bytes | None, device: torch.device | None = None) -> Itera
     if key is None:
         yield
         return
-    on_host = random_state()
+    # Not `random_state`, whose form checkpoints can hold: this runs several times in a step.
+    of_torch = torch.get_rng_state()
+    of_python = random.getstate()
+    numpy = sys.modules.get("numpy")
+    of_numpy = None if numpy is None else numpy.random.get_state()
     accelerator: Any = None  # the module of the device's type, such as `torch.cuda`
     on_device: torch.Tensor | None = None
     if device is not None and device.type != "cpu":
@@ -115,7 +119,10 @@ def drawing_from(key: bytes | None, device: torch.device | None = None) -> Itera
     try:
         yield
     finally:
-        restore_random_state(on_host)
+        torch.set_rng_state(of_torch)
+        random.setstate(of_python)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
         if accelerator is not None:
             accelerator.set_rng_state(on_device)
 
