@@ -507,9 +507,6 @@ class Watched(Masks):
         super().__init__()
         self.drawn_batches: list[list[float]] = []
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Have validation run."""
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.drawn_batches.append(batch.tolist() if isinstance(batch, Tensor) else [piece.tolist() for piece in batch])
 
@@ -758,6 +755,13 @@ def test_a_stream_keeps_its_length(world, options):
     assert [(2, 2)] * 2 == world(2).run(fit_sized, options)
 
 
+class Evaluated(Watched):
+    """Has validation, too."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Have validation run."""
+
+
 def read_with_looks(kind: str, looks: bool) -> list[list[int]]:
     """Body: train two epochs while rank 0 alone looks at the data; return the rank's samples."""
     seed(5)
@@ -768,7 +772,7 @@ def read_with_looks(kind: str, looks: bool) -> list[list[int]]:
         "generator": lambda: DataLoader(numbers, 4, shuffle=True, generator=torch.Generator()),
         "persistent": lambda: DataLoader(numbers, 4, shuffle=True, persistent_workers=True, **WORKERS),
     }
-    module = Watched()
+    module = Evaluated()
     trainer = make_trainer(
         GradAvgStrategy(split_batches=True),
         max_epochs=2,
