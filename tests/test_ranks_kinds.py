@@ -258,7 +258,7 @@ WORKERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("option", "world_size", "workers"), grid([*OPTIONS], [1, 2, 3], [*WORKERS]))
+@pytest.mark.parametrize(("option", "world_size", "workers"), grid([*OPTIONS], [1, 2, 3], [*WORKERS], strength=1))
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch 2.13, of workers
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
