@@ -17,7 +17,7 @@ from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from noted import KINDS, Order
 from orders import ODD, ORDERS, WHOLE, WORKERS, Augmented, Changing, Sized, Unsized, listed, seed
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 from toys import Stream
 
@@ -192,6 +192,31 @@ def noise(workers: int, generator: int | None) -> list[float]:
 def test_no_two_ranks_augment_alike(world, workers, generator) -> None:
     """Sample k of every chunk draws numbers of its own, in this process and in workers, whatever the seeds."""
     assert 8 == len(set(chain(*world(4).run(noise, workers, generator))))
+
+
+class WorkerSeeds(Noise):
+    """A dataset whose samples are the seeds of the workers that load them."""
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        return info.seed
+
+
+def seeds_of_workers(passes: int) -> list[int]:
+    """Return the seeds of the persistent workers of a loader that is new in a pass."""
+    loader = split(DataLoader(WorkerSeeds(8), 4, num_workers=2, persistent_workers=True))
+    loader.passes = passes
+    stream = OrderStream(random_state())
+    return [seed for pieces, _, _ in loader.begin(stream, seed=3).items for batch in pieces for seed in batch.tolist()]
+
+
+def test_a_loader_that_is_replaced_starts_its_workers_anew() -> None:
+    """`reload_dataloaders_every_n_epochs` replaces it: `worker_init_fn` must not see one seed in all epochs."""
+    second, third = seeds_of_workers(1), seeds_of_workers(2)
+    assert 8 == len(second) == len(third)
+    assert set(second).isdisjoint(third)
+    assert second == seeds_of_workers(1)
 
 
 def test_all_arguments_of_the_loader_are_kept() -> None:

@@ -241,7 +241,8 @@ class SplitLoader(LoaderWrapper):
         sampler.order = order
         generator = loader.generator
         if persists and order.place.number > 0:
-            key = stream_key(order.place.seed, "workers of a resumed run", self.split.rank)
+            # By the pass, too: a loader that is replaced in each epoch starts its workers anew.
+            key = stream_key(order.place.seed, "workers of a resumed run", order.place.number, self.split.rank)
             generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little", signed=True))
         elif self.split.cuts:
             generator = torch.Generator()
