@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
-import torch
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
 
 from lightning_gradavg._lightning.internals import (
     BEFORE_TRANSFER,
@@ -21,7 +19,7 @@ from lightning_gradavg._lightning.loaders import LoaderWrapper, user_loader
 from lightning_gradavg._lightning.methods import replaced
 from lightning_gradavg._lightning.options import Options
 from lightning_gradavg._lightning.part import Part, Run, Saved
-from lightning_gradavg._lightning.stand_in import stand_in
+from lightning_gradavg._lightning.stand_in import buffers_kept, stand_in
 from lightning_gradavg._support.random_state import (
     RandomState,
     drawing_from,
@@ -60,14 +58,12 @@ class Batches(Part):
 
     Attributes:
         joins: Whether some ranks may have fewer batches than others.
-        stepping: Whether a training step runs; the strategy sets it.
         chunk: What this rank has of the batch in training; None where the batch is its own, and counts as a whole.
         missing: Number of ranks that have no batch left.
         without_samples: The ranks that have no samples of the batch in training.
     """
 
     joins: bool = False
-    stepping: bool = False
     chunk: Chunk | None = None
     missing: int = 0
     without_samples: Sequence[int] = ()
@@ -83,18 +79,9 @@ class Batches(Part):
         self._joined_loaders: list[JoinedLoader] = []
 
     @property
-    def idle(self) -> Sequence[int]:
-        """Within a training step, the ranks that have no samples in it; none outside of one."""
-        return self.without_samples if self.stepping else ()
-
-    @property
     def has_samples(self) -> bool:
         """Whether this rank has samples of the batch in training; else it runs a stand-in."""
         return self.chunk is None or not self.chunk.stand_in
-
-    def counted(self, value: Tensor) -> Tensor:
-        """Return what this rank adds to a sum over the ranks that have samples."""
-        return value if self.has_samples else torch.zeros_like(value)
 
     def prepare_loaders(self, stage: str) -> None:
         """Forget the training loaders that are about to be replaced."""
@@ -201,7 +188,10 @@ class Batches(Part):
 
     def backward(self) -> AbstractContextManager[None]:
         """Return the context of the backward that Lightning runs, that of the last piece of the batch in training."""
-        return nullcontext()
+        if self.has_samples:
+            return nullcontext()
+        # Activation checkpointing runs parts of the stand-in's forward again, which write buffers.
+        return buffers_kept(self.run.module)
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
         """Save that there are no loaders to resume."""
