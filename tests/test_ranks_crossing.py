@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from ranks import NEEDS_SHARDS_ON_CPU, make_trainer
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
@@ -140,18 +140,31 @@ class OfOneDevice(Crossed):
         return {"loss": (rank + 1) * (normed * row).sum(), "weight": WEIGHTS[rank][batch_idx]}
 
 
+class RunsAlone(Callback):
+    """Normalizes a batch of its own on rank 0, in training mode, around and between steps."""
+
+    def run(self, *_: Any) -> None:
+        if dist.get_rank() == 0:
+            rows = torch.tensor([[1.0], [3.0]], dtype=torch.float64)
+            normed = nn.functional.batch_norm(rows, None, None, training=True)
+            assert approx([-1.0, 1.0], 1e-5) == normed.flatten().tolist()
+
+    on_train_batch_start = on_before_backward = on_after_backward = on_train_batch_end = run
+
+
 def train_normed(window: int) -> list[float]:
     """Body: return the gradient of each window."""
     both: Any = torch.tensor(X, dtype=torch.float64).T.flatten()
     module = OfOneDevice(torch.sum)
     strategy = GradAvgStrategy(equivalent_to="single_device")
-    make_trainer(strategy, max_epochs=1, accumulate_grad_batches=window).fit(module, DataLoader(both, batch_size=2))
+    options: Any = {"accumulate_grad_batches": window, "callbacks": [RunsAlone()]}
+    make_trainer(strategy, max_epochs=1, **options).fit(module, DataLoader(both, batch_size=2))
     return module.gradients
 
 
 @pytest.mark.parametrize("window", [1, 3])
 def test_batch_norm_over_all_ranks_is_that_of_one_process(world, window):
-    """The loss is sum(n * c * normed * row) / sum(n), over the rows of both ranks."""
+    """The loss is sum(n * c * normed * row) / sum(n), over all rows. Elsewhere, rank 0 normalizes alone."""
     expected = []
     for start in range(0, 3, window):
         w = torch.ones((), dtype=torch.float64, requires_grad=True)
@@ -226,6 +239,8 @@ def train_uncounted(name: str, engine: str) -> tuple[list[float], list[float]]:
         strategy = GradAvgModelParallelStrategy(
             reduction="weighted_mean", data_parallel_size=ranks, tensor_parallel_size=1
         )
+    if engine == "DDP, unused parameters":
+        strategy = GradAvgStrategy(reduction="weighted_mean", find_unused_parameters=True)
     if engine == "tree":
         strategy = GradAvgStrategy(reduction="weighted_mean", reproducible=True, num_replicas=ranks)
         of_all: Any = torch.tensor(ROWS[:ranks], dtype=torch.float64).T.repeat(len(CELLS), 1).flatten()
@@ -245,7 +260,12 @@ def train_uncounted(name: str, engine: str) -> tuple[list[float], list[float]]:
 @NEEDS_SHARDS_ON_CPU
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
-    ("name", "engine"), [*product(EXCHANGES, ["DDP"]), ("gather", "FSDP2"), ("none", "FSDP2"), ("gather", "tree")]
+    ("name", "engine"),
+    [
+        *product(EXCHANGES, ["DDP"]),
+        *product(["gather"], ["DDP, unused parameters", "FSDP2", "tree"]),
+        ("none", "FSDP2"),
+    ],
 )
 def test_a_loss_that_does_not_count_is_zeros_for_all_that_was_exchanged(world, name, engine, ranks):
     for found, expected in world(ranks).run(train_uncounted, name, engine):
@@ -335,3 +355,49 @@ def test_a_layer_beside_gather_is_reduced_in_its_own_group(world):
     On rank 0 they are in the other order: of one process group, each rank would wait in another operation.
     """
     assert [[(5.0, 2.5), (5.0, 2.5), (5.0, 2.0)]] * 2 == world(2).run(train_beside)
+
+
+RECOMPUTED: dict[str, tuple[Callable[[Tensor], Tensor], list[float]]] = {
+    # (1 + 3) / 2, and then 4 of the one rank that has samples.
+    "global_mean": (lambda row: global_mean(row.sum(), len(row)), [2.0, 4.0]),
+    # 2 * (1 + 9), in the loss of each rank, and then 2 * 16: rank 1 brings no row.
+    "gather": (lambda row: gather(row).square().sum(), [20.0, 32.0]),
+}
+"""What a checkpoint computes of a row, and the gradients of two steps. Rank 1 stands in for its second batch."""
+
+
+class Recomputed(Crossed):
+    """Computes its loss within a checkpoint."""
+
+    def __init__(self, loss: Callable[[Tensor], Tensor], *, use_reentrant: bool, loses: bool = False) -> None:
+        super().__init__(loss)
+        self.use_reentrant = use_reentrant
+        self.loses = loses
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        row = self.net(batch.reshape(1, 1)).sum(1) / 2
+        loss = checkpoint(self.loss, row, use_reentrant=self.use_reentrant)
+        return None if self.loses else loss
+
+
+def train_recomputed(name: str, use_reentrant: bool, loses: bool = False) -> list[float]:
+    """Body: return the gradient of each step."""
+    loss, _ = RECOMPUTED[name]
+    module = Recomputed(loss, use_reentrant=use_reentrant, loses=loses)
+    batches: Any = [torch.tensor([number], dtype=torch.float64) for number in ([1.0, 4.0], [3.0])[dist.get_rank()]]
+    strategy = GradAvgStrategy(reduction="mean" if name == "global_mean" else "weighted_mean")
+    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    return [2 * gradient for gradient in module.gradients]
+
+
+@pytest.mark.parametrize(("name", "use_reentrant"), [*product(RECOMPUTED, [False, True])])
+def test_what_is_computed_again_knows_that_a_rank_stands_in(world, name, use_reentrant):
+    """The backward, and with it the checkpoint, runs on threads of autograd and after `training_step`."""
+    _, expected = RECOMPUTED[name]
+    assert [expected] * 2 == world(2).run(train_recomputed, name, use_reentrant)
+
+
+def test_a_missing_loss_behind_a_reentrant_checkpoint_is_an_error(world):
+    for raised in world(2).run_expecting_errors(train_recomputed, "gather", True, True):
+        assert "returned no loss, or one without a graph, after gather within a reentrant" in raised.message

@@ -9,8 +9,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from ranks import group_of, make_trainer
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from toys import Toy, make_loader
 
 from lightning_gradavg import GradAvgStrategy, gather
@@ -152,7 +154,9 @@ def test_what_leaves_out_a_rank_without_samples_is_served(world, does, runs_out)
     ranks = world(3).run(body_of, does, runs_out)
     assert [rank for rank, _ in enumerate(ranks)] == [0, 1, 2]
     for rank, (found, had_samples) in enumerate(ranks):
-        assert found == ([3.0, 3.0] if does == "counts by itself" else [3.0, 2.0])
+        # A stand-in for a batch that ranks share has two samples.
+        counted_twice = 3.0 if runs_out else 4.0
+        assert found == [3.0, counted_twice if does == "counts by itself" else 2.0]
         assert had_samples == [True, rank < 2]
 
 
@@ -182,3 +186,37 @@ def test_ranks_are_named_as_their_batches_end(world):
     expected = [[], [1], [1, 2]] * 2
     ranks = world(3).run(mark, [3, 1, 2], 2, reduction="weighted_mean")
     assert [expected] * 3 == ranks
+
+
+class Changes(LightningModule):
+    """Assigns a buffer, registers another one, and takes the labels out of the batch."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(()))
+        self.register_buffer("count", torch.zeros(()))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.count = self.count + 1
+        self.register_buffer(f"of step {batch_idx}", torch.ones(()))
+        return (self.w * batch.pop("labels")).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def train_changing() -> list[str]:
+    """Body: train on 3 batches on rank 0, and on 1 on rank 1; return the names of buffers, and the count."""
+    module = Changes()
+    batches: Any = [{"labels": torch.ones(1)}] * (3 - 2 * dist.get_rank())
+    strategy = GradAvgStrategy(reduction="weighted_mean", check_replicas_every_n_steps=None)
+    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    return [*(name for name, _ in module.named_buffers()), f"{module.count.item():g}"]
+
+
+def test_a_stand_in_leaves_no_trace_in_buffers_or_its_batch(world):
+    expected = [["count", "of step 0", "of step 1", "of step 2", "3"], ["count", "of step 0", "1"]]
+    assert expected == world(2).run(train_changing)

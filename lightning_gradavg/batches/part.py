@@ -15,7 +15,7 @@ from lightning_gradavg._lightning.internals import (
     injects_samplers,
     set_injection_of_samplers,
 )
-from lightning_gradavg._lightning.loaders import LoaderWrapper, user_loader
+from lightning_gradavg._lightning.loaders import LoaderWrapper, last_batch_size, user_loader
 from lightning_gradavg._lightning.methods import replaced
 from lightning_gradavg._lightning.options import Options
 from lightning_gradavg._lightning.part import Part, Run, Saved
@@ -26,6 +26,7 @@ from lightning_gradavg._support.random_state import (
     restore_random_state,
     stream_key,
 )
+from lightning_gradavg._support.text import listed_ranks, plural
 from lightning_gradavg.batches.chunks import STAND_IN, Chunk, Piece, Pieces, Split
 from lightning_gradavg.batches.joined import FetchRecord, JoinedLoader, join
 from lightning_gradavg.batches.loader import compare_at_times
@@ -76,6 +77,7 @@ class Batches(Part):
         self.missing = 0
         self.without_samples = ()
         self._named: _Shortage | None = None  # when `without_samples` was found
+        self._has_said_who_stands_in = False
         self._joined_loaders: list[JoinedLoader] = []
 
     @property
@@ -165,6 +167,14 @@ class Batches(Part):
             return
         of_ranks = self.run.world.gather_integers([self.has_samples])
         self.without_samples = [rank for rank, (has_samples,) in enumerate(of_ranks) if not has_samples]
+        self._say_who_stands_in("in a step")
+
+    def _say_who_stands_in(self, when: str) -> None:
+        """Say once per run which ranks compute samples that do not count, as the user's own code sees them."""
+        if not self.without_samples or self._has_said_who_stands_in:
+            return
+        self._has_said_who_stands_in = True
+        rank_zero_info(f"GradAvgStrategy: {_about_stand_ins(self.without_samples, when)}")
 
     def training_step(self) -> AbstractContextManager[None]:
         """Return the context of a training step, in which a stand-in leaves no trace."""
@@ -437,6 +447,7 @@ class SplitBatches(Batches):
             # No loader's samples weigh a loss over several.
             self.chunk = self.chunk._replace(samples=None)
         self.without_samples = [rank for rank, pieces in enumerate(self.chunk.layout) if pieces == 0]
+        self._say_who_stands_in(f"in a batch of {plural(self.chunk.batch_samples, 'sample')}")
         self.progress.arrive(number, self._loaders, fetched)
         self._loaded = None
 
@@ -507,6 +518,20 @@ class SplitBatches(Batches):
                 loaders=[loader.state_dict() for loader in self._loaders],
             )
 
+    def describe(self) -> str:
+        """Return the start line's words about ranks that will have no samples in the last batch of an epoch."""
+        for loader in self._loaders:
+            size = last_batch_size(loader.loader)
+            if size is None or size == 0:
+                continue
+            layout = self._split.cut(size).layout
+            ranks = [rank for rank, pieces in enumerate(layout) if pieces == 0]
+            if ranks:
+                self._has_said_who_stands_in = True
+                when = f"in the last batch of an epoch, of {plural(size, 'sample')}"
+                return f"; {_about_stand_ins(ranks, when)}"
+        return ""
+
     def load(self, saved: Mapping[str, Any]) -> None:
         """Keep the state of a checkpoint for the next run."""
         self._loaded = saved.get("data")  # none of a run without `split_batches`
@@ -526,6 +551,14 @@ _DEPENDS_ON_BATCH = (
     " targets centred by the batch, mixed samples) is not that of one process. Mask the padding, or pad to a fixed"
     " length; compute what needs the batch in training_step, with gather or global_mean."
 )
+
+
+def _about_stand_ins(ranks: Sequence[int], when: str) -> str:
+    verb = "has" if len(ranks) == 1 else "have"
+    return (
+        f"{listed_ranks(ranks)} {verb} no samples {when}: training_step runs there on samples that do not count, which"
+        " collectives and lists of your own see (ask strategy.has_samples)"
+    )
 
 
 class SeededByOrder(LoaderWrapper):

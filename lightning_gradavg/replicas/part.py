@@ -177,11 +177,23 @@ class Replicas(OneForward):
             self._buffers.restore()
             raise
         self._buffers.require_written_in_place()
+        self._require_no_count_of_samples(step.batches.chunk, pieces[0])
         # In automatic optimization `Reduction` ends the step after the backward of the last piece, which may run parts
         # of the forward again.
         if not self.run.module.automatic_optimization or self.run.loop.skips_backward:
             self.end_step()
         return join_steps(outputs, [piece.samples for piece in pieces], self.run.device)
+
+    def _require_no_count_of_samples(self, chunk: Chunk | None, piece: PieceOfBatch) -> None:
+        """Raise a RuntimeError if a buffer counts the samples of a piece, and not those of the run to reproduce.
+
+        Replicas keep the buffers of the first one, as `nn.DataParallel` does. Without a preset, buffers are a rank's.
+        """
+        assert chunk is not None
+        if self._options.one_device:
+            self._buffers.require_no_count_of_samples(piece.samples, chunk.batch_samples)
+        elif not self._options.replicated and chunk.samples is not None:
+            self._buffers.require_no_count_of_samples(piece.samples, chunk.samples)
 
     def _run_piece(
         self, step: Step, piece: PieceOfBatch, args: tuple[Any, ...], *, several: bool, is_last: bool
