@@ -21,8 +21,8 @@ from lightning_gradavg._lightning.arrival import Arrival
 from lightning_gradavg._lightning.internals import LoaderSetUp
 from lightning_gradavg._lightning.launch import Registered, require_one_run
 from lightning_gradavg._lightning.part import Part, Run
-from lightning_gradavg._lightning.user_collectives import answer_for
 from lightning_gradavg._support.collectives import World
+from lightning_gradavg._support.running import Forward, running
 from lightning_gradavg._support.text import plural
 from lightning_gradavg.batches.chunks import Pieces
 from lightning_gradavg.batches.part import Batches
@@ -120,12 +120,10 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
         """Whether this rank has samples in the training step that runs, or ran last.
 
         A rank that has none of a batch, or no batch left, runs `training_step` all the same, on samples that do not
-        count. Gradients, logged values, metrics and buffers leave them out; lists of your own don't.
-
-        A `training_step` that asks this answers for its collectives: `dist.all_reduce` and the like are an error in
-        such a step unless it asks on every rank. See docs/uneven.md.
+        count. Gradients, logged values, metrics and buffers leave them out. Your own collectives, such as
+        `dist.all_reduce`, and lists of your own don't: ask this on every rank, and bring nothing that counts where it
+        is False. See docs/uneven.md.
         """
-        answer_for()
         return self._batches.has_samples
 
     @override
@@ -242,19 +240,19 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
         arguments = (*args, *kwargs.values())
         batches = self._batches
         self._reduction.begin_step(_batch_of(arguments), batches.missing)
-        batches.stepping = True
         try:
             output: STEP_OUTPUT = self._run_step(super().training_step, *arguments)
         finally:
-            batches.stepping = False
             self._reduction.end_step()
         return output
 
     def _run_step(self, forward: Callable[..., Any], *arguments: Any) -> Any:
         """Return the output of a step, in automatic optimization with one loss to run the backward from."""
-        with self._batches.training_step():
-            output = forward(*arguments)
-        return self._reduction.read(output, self._samples, _batch_of(arguments))
+        batches = self._batches
+        with running(Forward(self._samples, batches.without_samples, self._reduction.exchanging)):
+            with batches.training_step():
+                output = forward(*arguments)
+            return self._reduction.read(output, _batch_of(arguments))
 
     @property
     def _samples(self) -> float | None:
@@ -283,7 +281,7 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
         assert module is not None
         if reduction.is_manual:
             # In automatic optimization, `read` has weighed the loss, and Lightning divided it by N.
-            closure_loss = reduction.add(closure_loss, weight, self._samples)
+            closure_loss = reduction.add(closure_loss, weight)
         self.pre_backward(closure_loss)
         root = precision.pre_backward(closure_loss, module)
         with self._batches.backward():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +10,14 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_gradavg._lightning.internals import sharded_modules
 from lightning_gradavg._lightning.options import StrategyFacts
 from lightning_gradavg._support.means import averages_integers, mean_of_integers
+from lightning_gradavg._support.tree import leaves
 from lightning_gradavg._training import WeighedTraining
 from lightning_gradavg.batches.part import Batches
 from lightning_gradavg.faults.part import Faults
@@ -21,6 +25,7 @@ from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.guard import BypassGuard
 from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.reduction.sharded import ShardedGradients, sharded_rule
+from lightning_gradavg.reduction.uncounted import note_exchange
 from lightning_gradavg.rules import RULES, explained
 
 __all__ = ["GradAvgModelParallelStrategy"]
@@ -53,6 +58,7 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         self._faults = Faults(None, buffers=False)  # the ranks hold different shards, and there is nothing to compare
         self._parts = (self._reduction, self._batches, self._faults)
         self._guard: BypassGuard | None = None
+        self._output_hooks: list[RemovableHandle] = []  # of the outermost sharded modules
         self._plain = {"reduction": rule.name}
 
     @override
@@ -66,6 +72,8 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         self._reduction.begin(replace(run, places=tuple(gradients.places)), gradients)
         if rule != RULES["mean"]:
             self._guard = BypassGuard(gradients.leaves(), rule.name, self._reduction.is_in_backward)
+            for outermost in _outermost(sharded_modules(run.module)):
+                self._output_hooks.append(outermost.register_forward_hook(_note_output))
 
     def on_train_start(self) -> None:
         """Begin with the training loaders, which are known now."""
@@ -93,6 +101,9 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         if self._guard is not None:
             self._guard.remove()
             self._guard = None
+        for hook in self._output_hooks:
+            hook.remove()
+        self._output_hooks.clear()
         super().teardown()
 
     @override
@@ -110,3 +121,18 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         if averages_integers(tensor, reduce_op):
             return mean_of_integers(tensor, lambda wide: self.reduce(wide, group, reduce_op))
         return super().reduce(tensor, group, reduce_op)
+
+
+def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules that are part of no other one."""
+    inner: set[nn.Module] = set()
+    for module in modules:
+        inner.update(submodule for submodule in module.modules() if submodule is not module)
+    return [module for module in modules if module not in inner]
+
+
+def _note_output(module: nn.Module, inputs: object, output: object) -> None:  # noqa: ARG001  # as torch calls it
+    """Note what a sharded module returns in a training step: FSDP2 reduces in the backward of its output."""
+    for _, leaf in leaves(output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            note_exchange("the sharded model", leaf)

@@ -6,7 +6,6 @@ argument here. Where the order of two parts matters, it is that of these calls.
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -29,12 +28,12 @@ from lightning_gradavg._lightning.launch import plain, require_launch
 from lightning_gradavg._lightning.loaders import loader_batch_size
 from lightning_gradavg._lightning.options import Options, StrategyFacts, options_of_ddp
 from lightning_gradavg._lightning.part import Part, Run, Saved
-from lightning_gradavg._lightning.user_collectives import is_answered_for, ours, refusal, refused_in_training_step
 from lightning_gradavg._support.arguments import by_keyword
 from lightning_gradavg._support.collectives import World
 from lightning_gradavg._support.fingerprint import combined, state_digests
 from lightning_gradavg._support.means import averages, averages_integers, mean_of_integers
 from lightning_gradavg._support.random_state import RandomState, random_state, restore_random_state
+from lightning_gradavg._support.running import running_forward
 from lightning_gradavg._support.text import plural
 from lightning_gradavg._training import WeighedTraining
 from lightning_gradavg.batches.part import Batches, SplitBatches
@@ -231,7 +230,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         self._reduction = Reduction(
             options.rule,
             CommHook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper),
-            in_pieces=options.in_pieces,
             on_reduced=self._replicas.end_step,
             make_tree=make_tree,
         )
@@ -472,25 +470,20 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             self._reduction.observer = self._reports.begin_step(begins_window=begins_window)
         step = Step(forward, self._backward_within_step, self._reduction, self._batches)
         try:
-            with self._user_collectives():
-                return self._replicas.run_step(step, *arguments)
+            return self._replicas.run_step(step, *arguments)
         finally:
             if self._rates.scales:
                 self._rates.end_failed_steps()
-
-    def _user_collectives(self) -> AbstractContextManager[None]:
-        """Refuse the user's own collectives in a training step that some ranks have no samples in."""
-        if not self._batches.idle:
-            return nullcontext()
-        # A mode may change which kernels run, and so the last bits. Under `reproducible` the ranks with samples run
-        # none, and hear of the refusal when the rank that has none ends.
-        watched = not (self._options.reproducible and self._batches.has_samples)
-        return refused_in_training_step(self._reduction.run.module, self._batches.idle, watched=watched)
 
     @property
     @override
     def _samples(self) -> float | None:
         return self._replicas.weight(self._batches.chunk)
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self._replicas.exchanging():
+            return super().backward(*args, **kwargs)
 
     def _backward_within_step(self) -> None:
         """Run the backward of a piece that is not the last of its step. Hooks see the last one only."""
@@ -548,12 +541,13 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             return super().reduce(tensor, group, reduce_op)  # of `Collectives`, which answers locally
         if averages_integers(tensor, reduce_op):
             return mean_of_integers(tensor, lambda wide: self.reduce(wide, group, reduce_op))
-        if averages(reduce_op) and self._batches.idle and isinstance(tensor, Tensor):
+        forward = running_forward()
+        if averages(reduce_op) and forward.ranks_without_samples and isinstance(tensor, Tensor):
             # An older torch has no ranks of None. `test_a_stand_in_leaves_no_trace` logs without a group.
             sharing: Any = dist.group.WORLD if group is None else group
-            ranks_with_samples = set(dist.get_process_group_ranks(sharing)) - set(self._batches.idle)
-            with ours():
-                total = super().reduce(self._batches.counted(tensor), group, "sum")
+            ranks_with_samples = set(dist.get_process_group_ranks(sharing)) - set(forward.ranks_without_samples)
+            counted = torch.zeros_like(tensor) if forward.stands_in else tensor
+            total = super().reduce(counted, group, "sum")
             return total / max(len(ranks_with_samples), 1)
         if group is None and self._evaluation.refuses_reduction():
             return tensor
@@ -564,8 +558,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         if self._faults.ends_apart():
             return super().all_gather(tensor, group, sync_grads)  # of `Collectives`, which answers locally
         require_gather_allowed()
-        if self._batches.idle and not is_answered_for():
-            raise RuntimeError(refusal("self.all_gather", self._batches.idle))
         # `LightningModule.all_gather` passes the group of all ranks for None.
         if group in (None, dist.group.WORLD) and self._evaluation.refuses_reduction():
             return tensor.expand(self.world_size, *tensor.shape)

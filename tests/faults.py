@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from faulty_runs import (
     Begins,
     Exchanging,
-    Flat,
     Grows,
     Logged,
     Other,
@@ -33,7 +32,6 @@ from faulty_runs import (
     kill,
     return_none,
     stop,
-    sum_over_ranks,
     terminate,
     train,
     train_again,
@@ -249,28 +247,7 @@ SIGNALS = {
 
 # 4. A step that one rank cannot take as the other does.
 
-NO_SAMPLES = "training_step runs the collective c10d::allreduce_, but rank 1 has no samples in this step"
 STEPS = {
-    "a collective of a rank without samples, split": Fault(
-        (f"rank 1 failed with RuntimeError: {NO_SAMPLES}", NO_SAMPLES),
-        {"act": sum_over_ranks, "samples": 1, "strategy": {"split_batches": True}},
-    ),
-    "a collective of a rank without samples, reproducible": Fault(
-        (f"rank 1 failed with RuntimeError: {NO_SAMPLES}", NO_SAMPLES),
-        {"act": sum_over_ranks, "samples": 1, "strategy": {"reproducible": True, "num_replicas": 2}},
-    ),
-    "None from training_step": Fault(
-        ("rank 1 failed with RuntimeError: training_step returned no loss on rank 1", "under a rule with weights"),
-        {"act": return_none},
-    ),
-    "None from training_step, under a preset": Fault(
-        ("rank 1 failed with RuntimeError: training_step returned no loss on rank 1", "under a rule with weights"),
-        {"act": return_none, "strategy": {"equivalent_to": "single_device"}},
-    ),
-    "None from training_step, where the other rank's gradient is 0": Fault(
-        ("rank 1 failed with RuntimeError: training_step returned no loss on rank 1", "under a rule with weights"),
-        {"act": return_none, "model": Flat},
-    ),
     "a rank begins to log where no other does": Fault(
         (
             "rank 1 failed with RuntimeError: rank 1 begins to log",

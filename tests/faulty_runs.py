@@ -155,13 +155,6 @@ class Exchanging(Callback):
 # Acts: what a method does with what it returns.
 
 
-class Flat(Injected):
-    """Has a gradient of exactly 0."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return 0 * super().training_step(batch, batch_idx)
-
-
 class Grows(Injected):
     """Gets another parameter on rank 1 alone, after two steps."""
 
@@ -224,11 +217,6 @@ def exchange_other_shapes(returned: Any) -> Any:
     """Gather 3 numbers on rank 0, and 5 on rank 1."""
     local = torch.ones(3 + 2 * dist.get_rank())
     dist.all_gather([torch.empty_like(local), torch.empty_like(local)], local)
-
-
-def sum_over_ranks(returned: Any) -> Any:
-    dist.all_reduce(torch.ones(1))
-    return returned
 
 
 def return_none(returned: Any) -> None:

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_gradavg._lightning.internals import BatchNorm
 from lightning_gradavg._support.collectives import World
-from lightning_gradavg.replicas.batch_norm import count_rows, synchronized_batch_norm
+from lightning_gradavg._support.running import Forward, running
+from lightning_gradavg.replicas.batch_norm import synchronized_batch_norm
 
 CHANNELS = 3
 
@@ -82,13 +83,12 @@ class Seen(NamedTuple):
     buffers: list[Tensor]
 
 
-def observe(module: nn.Module, inputs: Sequence[Tensor], *, counts: bool = True) -> Seen:
+def observe(module: nn.Module, inputs: Sequence[Tensor]) -> Seen:
     """Run two steps with a loss that is a sum over rows, in which rows have unlike gradients."""
     outputs = []
     of_rows = []
     for values in inputs:
         x = values.clone().requires_grad_()
-        count_rows(counted=counts)
         y = module(x)
         # As on an accelerator, where the backward runs on threads of autograd.
         runner = threading.Thread(target=(y.sin() * (1 + y)).sum().backward)
@@ -107,10 +107,10 @@ def on_rank(module: nn.Module, inputs: Sequence[Tensor], place: Place) -> tuple[
     own = [batch[rows] if counts else batch[:2] * torch.nan for batch in inputs]
     of_torch = nn.functional.batch_norm
     try:
-        with synchronized_batch_norm(World.of(None)):
-            return observe(module, own, counts=counts), rows, counts
+        forward = Forward(samples=None if counts else 0, world=World.of(None), normalizes_over_ranks=True)
+        with synchronized_batch_norm(), running(forward):
+            return observe(module, own), rows, counts
     finally:
-        count_rows(counted=True)
         assert nn.functional.batch_norm is of_torch
 
 

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from ranks import NEEDS_SHARDS_ON_CPU, make_trainer
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
 from torch.nn.functional import batch_norm
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from toys import IGNORE_DEPRECATED_GATHER, IGNORE_UNUSED_PARAMETERS, approx
 
@@ -139,18 +140,31 @@ class OfOneDevice(Crossed):
         return {"loss": (rank + 1) * (normed * row).sum(), "weight": WEIGHTS[rank][batch_idx]}
 
 
+class RunsAlone(Callback):
+    """Normalizes a batch of its own on rank 0, in training mode, around and between steps."""
+
+    def run(self, *_: Any) -> None:
+        if dist.get_rank() == 0:
+            rows = torch.tensor([[1.0], [3.0]], dtype=torch.float64)
+            normed = nn.functional.batch_norm(rows, None, None, training=True)
+            assert approx([-1.0, 1.0], 1e-5) == normed.flatten().tolist()
+
+    on_train_batch_start = on_before_backward = on_after_backward = on_train_batch_end = run
+
+
 def train_normed(window: int) -> list[float]:
     """Body: return the gradient of each window."""
     both: Any = torch.tensor(X, dtype=torch.float64).T.flatten()
     module = OfOneDevice(torch.sum)
     strategy = GradAvgStrategy(equivalent_to="single_device")
-    make_trainer(strategy, max_epochs=1, accumulate_grad_batches=window).fit(module, DataLoader(both, batch_size=2))
+    options: Any = {"accumulate_grad_batches": window, "callbacks": [RunsAlone()]}
+    make_trainer(strategy, max_epochs=1, **options).fit(module, DataLoader(both, batch_size=2))
     return module.gradients
 
 
 @pytest.mark.parametrize("window", [1, 3])
 def test_batch_norm_over_all_ranks_is_that_of_one_process(world, window):
-    """The loss is sum(n * c * normed * row) / sum(n), over the rows of both ranks."""
+    """The loss is sum(n * c * normed * row) / sum(n), over all rows. Elsewhere, rank 0 normalizes alone."""
     expected = []
     for start in range(0, 3, window):
         w = torch.ones((), dtype=torch.float64, requires_grad=True)
@@ -166,3 +180,224 @@ def test_batch_norm_over_all_ranks_is_that_of_one_process(world, window):
         assert w.grad is not None
         expected.append(approx(w.grad.item() / 2))  # of one of the two weights
     assert [expected] * 2 == world(2).run(train_normed, window)
+
+
+ROWS = ((2.0, 3.0), (5.0, 7.0), (11.0, 13.0))
+"""The sample of both micro-batches of each of three ranks, in every window."""
+COUNTS = ((3.0, 1.0), (1.0, 2.0), (2.0, 4.0))
+"""The weight of each."""
+UNCOUNTED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "finite": lambda loss, row: {"loss": loss, "weight": 0},
+    "with an infinite derivative": lambda loss, row: {"loss": loss + (row * 0).sqrt().sum(), "weight": 0},
+    "NaN": lambda loss, row: {"loss": loss + (row * 0).sum() / 0, "weight": 0},
+    "None": lambda loss, row: None,
+    "without a graph": lambda loss, row: {"loss": torch.zeros((), dtype=torch.float64), "weight": 0},
+}
+"""What the last rank returns for a micro-batch that does not count; its loss also reads the row beside the exchange."""
+CELLS = list(product(UNCOUNTED, [0, 1]))
+"""One window each: what the last rank returns, and for which of the two micro-batches."""
+EXCHANGES: dict[str, Crossing] = {
+    "none": Crossing(lambda row: row.sum(), lambda rank, index: ROWS[rank][index]),
+    "gather": Crossing(lambda row: gather(row).sum(), lambda rank, index: total_of(index)),
+    "global_mean": Crossing(lambda row: global_mean(row.sum(), 1), lambda rank, index: ROWS[rank][index]),
+    "gather, checkpointed": Crossing(
+        lambda row: checkpoint(lambda x: gather(x).sum(), row, use_reentrant=False), lambda rank, index: total_of(index)
+    ),
+}
+
+
+def total_of(index: int) -> float:
+    """Return the sum of all ranks' samples of a micro-batch."""
+    return sum(samples[index] for samples in ROWS[: dist.get_world_size()])
+
+
+def counted(ranks: int, position: int) -> list[tuple[int, int]]:
+    """Return rank and micro-batch of all that count, where one of the last rank does not."""
+    return [pair for pair in product(range(ranks), [0, 1]) if pair != (ranks - 1, position)]
+
+
+class Uncounted(Crossed):
+    """Trains on a window for each of CELLS."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        row = self.net(batch.reshape(1, 1)).sum(1)
+        rank = dist.get_rank()
+        loss = (rank + 1) * self.loss(row)
+        kind, position = CELLS[batch_idx // 2]
+        if (rank, batch_idx % 2) == (dist.get_world_size() - 1, position):
+            return UNCOUNTED[kind](loss, row)
+        return {"loss": loss, "weight": COUNTS[rank][batch_idx % 2]}
+
+
+def train_uncounted(name: str, engine: str) -> tuple[list[float], list[float]]:
+    """Body: return the gradient of each window, and the one by hand: sum(n * c * g) / sum(n), with c = rank + 1."""
+    ranks = dist.get_world_size()
+    batches: Any = [torch.tensor(number, dtype=torch.float64) for number in ROWS[dist.get_rank()] * len(CELLS)]
+    loader = DataLoader(batches, batch_size=None)
+    strategy: Any = GradAvgStrategy(reduction="weighted_mean")
+    if engine == "FSDP2":
+        strategy = GradAvgModelParallelStrategy(
+            reduction="weighted_mean", data_parallel_size=ranks, tensor_parallel_size=1
+        )
+    if engine == "DDP, unused parameters":
+        strategy = GradAvgStrategy(reduction="weighted_mean", find_unused_parameters=True)
+    if engine == "tree":
+        strategy = GradAvgStrategy(reduction="weighted_mean", reproducible=True, num_replicas=ranks)
+        of_all: Any = torch.tensor(ROWS[:ranks], dtype=torch.float64).T.repeat(len(CELLS), 1).flatten()
+        loader = DataLoader(of_all, batch_size=ranks)
+    crossing = EXCHANGES[name]
+    module = Uncounted(crossing.loss, shards=engine == "FSDP2")
+    options: Any = {"use_distributed_sampler": False, "accumulate_grad_batches": 2}
+    make_trainer(strategy, max_epochs=1, **options).fit(module, loader)
+    expected = []
+    for _, position in CELLS:
+        pairs = counted(ranks, position)
+        total = sum(COUNTS[rank][index] * (rank + 1) * crossing.gradients(rank, index) for rank, index in pairs)
+        expected.append(total / sum(COUNTS[rank][index] for rank, index in pairs))
+    return module.gradients, expected
+
+
+@NEEDS_SHARDS_ON_CPU
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        *product(EXCHANGES, ["DDP"]),
+        *product(["gather"], ["DDP, unused parameters", "FSDP2", "tree"]),
+        ("none", "FSDP2"),
+    ],
+)
+def test_a_loss_that_does_not_count_is_zeros_for_all_that_was_exchanged(world, name, engine, ranks):
+    for found, expected in world(ranks).run(train_uncounted, name, engine):
+        assert [approx(gradient) for gradient in expected] == found
+
+
+class UncountedOfOneDevice(Crossed):
+    """Batch norm over all ranks' samples, in a window for each of CELLS."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        row = self.net(batch.reshape(-1, 1)).sum(1)
+        normed = nn.functional.batch_norm((row + row.square())[:, None], None, None, training=True)[:, 0]
+        rank = dist.get_rank()
+        loss = (rank + 1) * (normed * row).sum()
+        kind, position = CELLS[batch_idx // 2]
+        if (rank, batch_idx % 2) == (dist.get_world_size() - 1, position):
+            return UNCOUNTED[kind](loss, row)
+        return {"loss": loss, "weight": COUNTS[rank][batch_idx % 2]}
+
+
+def train_uncounted_normed() -> list[float]:
+    """Body: return the gradient of each window."""
+    of_all: Any = torch.tensor(ROWS[: dist.get_world_size()], dtype=torch.float64).T.repeat(len(CELLS), 1).flatten()
+    module = UncountedOfOneDevice(torch.sum)
+    trainer = make_trainer(GradAvgStrategy(equivalent_to="single_device"), max_epochs=1, accumulate_grad_batches=2)
+    trainer.fit(module, DataLoader(of_all, batch_size=dist.get_world_size()))
+    return module.gradients
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_batch_norm_over_all_ranks_sees_rows_whose_loss_does_not_count(world, ranks):
+    expected = []
+    for _, position in CELLS:
+        w = torch.ones((), dtype=torch.float64, requires_grad=True)
+        total: Any = 0.0
+        normalizer = 0.0
+        for index in (0, 1):
+            rows = 2 * w * torch.tensor([samples[index] for samples in ROWS[:ranks]], dtype=torch.float64)
+            normed = batch_norm((rows + rows.square())[:, None], None, None, training=True)[:, 0]
+            for rank, _ in [pair for pair in counted(ranks, position) if pair[1] == index]:
+                total = total + COUNTS[rank][index] * (rank + 1) * normed[rank] * rows[rank]
+                normalizer += COUNTS[rank][index]
+        (total / normalizer).backward()
+        assert w.grad is not None
+        expected.append(approx(w.grad.item() / 2))  # of one of the two weights
+    assert [expected] * ranks == world(ranks).run(train_uncounted_normed)
+
+
+class Beside(LightningModule):
+    """Two layers, each in its own bucket. The first is gathered; the second runs between that layer and gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered = nn.Linear(1, 1, bias=False)
+        self.beside = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(self.gathered.weight)
+        nn.init.ones_(self.beside.weight)
+        self.gradients: list[tuple[float, float]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        row = self.gathered(batch)
+        beside = self.beside(batch)
+        loss = gather(row).sum() + beside.sum()
+        return None if (dist.get_rank(), batch_idx) == (1, 2) else {"loss": loss, "weight": 1}
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradients = [layer.weight.grad for layer in (self.gathered, self.beside)]
+        self.gradients.append(tuple(gradient.item() for gradient in gradients))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def train_beside() -> list[tuple[float, float]]:
+    """Body: return the gradients of both layers in each step."""
+    module = Beside()
+    strategy = GradAvgStrategy(reduction="weighted_mean", bucket_cap_mb=1e-6)
+    batches: Any = torch.full((3, 1, 1), 2.0 + dist.get_rank())
+    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    return module.gradients
+
+
+def test_a_layer_beside_gather_is_reduced_in_its_own_group(world):
+    """Rank 1 has no loss in the third step, and its zeros for `beside` before the backward of gather.
+
+    On rank 0 they are in the other order: of one process group, each rank would wait in another operation.
+    """
+    assert [[(5.0, 2.5), (5.0, 2.5), (5.0, 2.0)]] * 2 == world(2).run(train_beside)
+
+
+RECOMPUTED: dict[str, tuple[Callable[[Tensor], Tensor], list[float]]] = {
+    # (1 + 3) / 2, and then 4 of the one rank that has samples.
+    "global_mean": (lambda row: global_mean(row.sum(), len(row)), [2.0, 4.0]),
+    # 2 * (1 + 9), in the loss of each rank, and then 2 * 16: rank 1 brings no row.
+    "gather": (lambda row: gather(row).square().sum(), [20.0, 32.0]),
+}
+"""What a checkpoint computes of a row, and the gradients of two steps. Rank 1 stands in for its second batch."""
+
+
+class Recomputed(Crossed):
+    """Computes its loss within a checkpoint."""
+
+    def __init__(self, loss: Callable[[Tensor], Tensor], *, use_reentrant: bool, loses: bool = False) -> None:
+        super().__init__(loss)
+        self.use_reentrant = use_reentrant
+        self.loses = loses
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        row = self.net(batch.reshape(1, 1)).sum(1) / 2
+        loss = checkpoint(self.loss, row, use_reentrant=self.use_reentrant)
+        return None if self.loses else loss
+
+
+def train_recomputed(name: str, use_reentrant: bool, loses: bool = False) -> list[float]:
+    """Body: return the gradient of each step."""
+    loss, _ = RECOMPUTED[name]
+    module = Recomputed(loss, use_reentrant=use_reentrant, loses=loses)
+    batches: Any = [torch.tensor([number], dtype=torch.float64) for number in ([1.0, 4.0], [3.0])[dist.get_rank()]]
+    strategy = GradAvgStrategy(reduction="mean" if name == "global_mean" else "weighted_mean")
+    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    return [2 * gradient for gradient in module.gradients]
+
+
+@pytest.mark.parametrize(("name", "use_reentrant"), [*product(RECOMPUTED, [False, True])])
+def test_what_is_computed_again_knows_that_a_rank_stands_in(world, name, use_reentrant):
+    """The backward, and with it the checkpoint, runs on threads of autograd and after `training_step`."""
+    _, expected = RECOMPUTED[name]
+    assert [expected] * 2 == world(2).run(train_recomputed, name, use_reentrant)
+
+
+def test_a_missing_loss_behind_a_reentrant_checkpoint_is_an_error(world):
+    for raised in world(2).run_expecting_errors(train_recomputed, "gather", True, True):
+        assert "returned no loss, or one without a graph, after gather within a reentrant" in raised.message

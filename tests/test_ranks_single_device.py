@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric, SumMetric
 from toys import Toy, make_loader
 
-from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg import GradAvgStrategy, gather
 from lightning_gradavg.reduction.rows import RowExchange
 
 
@@ -416,3 +416,52 @@ def test_ranks_wait_for_each_other_within_the_last_backward_of_a_window(world, s
 def test_a_weight_on_one_rank_is_an_error_on_all(world):
     for raised in world(2).run_expecting_errors(events_of_steps, CountingOnRank1, single()):
         assert "the ranks' losses differ: no weight given on rank 0; a weight given on rank 1" in raised.message
+
+
+class CountsSamples(Toy):
+    """Counts samples in a buffer, or in a way that gives the same on any number of ranks."""
+
+    seen: Tensor
+
+    def __init__(self, counts: str) -> None:
+        super().__init__()
+        self.counts = counts
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if self.counts == "samples":
+            self.seen += len(batch)
+        if self.counts == "gathered samples":
+            self.seen += len(gather(batch))
+        if self.counts == "steps":
+            self.seen += 1
+        return super().training_step(batch, batch_idx)
+
+
+def train_counting_samples(counts: str, **strategy: Any) -> int:
+    """Body: train 4 steps of 8 samples, and return what the buffer counts."""
+    module = CountsSamples(counts)
+    make_trainer(GradAvgStrategy(**strategy), max_epochs=1).fit(module, make_loader([[1.0] * 8] * 4))
+    return int(module.seen)
+
+
+@pytest.mark.parametrize(
+    ("options", "samples", "whole"),
+    [
+        ({"equivalent_to": "single_device"}, 4, 8),
+        ({"equivalent_to": "single_device", "max_device_batch_size": 2}, 2, 8),
+        ({"split_batches": True, "max_device_batch_size": 2}, 2, 4),
+    ],
+    ids=str,
+)
+def test_a_buffer_that_counts_the_samples_of_a_piece_is_an_error(world, options, samples, whole):
+    for raised in world(2).run_expecting_errors(train_counting_samples, "samples", **options):
+        said = (
+            f"training_step adds {samples} to the buffer seen, the samples of one piece of a batch, where one process"
+        )
+        assert raised.message.startswith(f"{said} adds {whole}.")
+
+
+@pytest.mark.parametrize(("counts", "expected"), [("gathered samples", 32), ("steps", 4)])
+def test_a_buffer_that_does_not_depend_on_the_cut_is_that_of_one_process(world, counts, expected):
+    assert [expected] * 2 == world(2).run(train_counting_samples, counts, equivalent_to="single_device")

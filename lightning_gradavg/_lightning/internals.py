@@ -12,6 +12,7 @@ Names without an underscore are listed where Lightning documents them nowhere.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -538,6 +540,21 @@ def after_backward(ended: Callable[[], None], failed: Callable[[], None]) -> Non
     # Private: `Variable._execution_engine.queue_callback` (T), which DDP and FSDP2 use, too. Without it no backward of
     # Fabric or `GradAvgReducer` runs under a rule.
     torch.autograd.Variable._execution_engine.queue_callback(_AfterBackward(ended, failed))
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Return whether the first forward of a reentrant `torch.utils.checkpoint` runs, which keeps no graph."""
+    if torch.is_grad_enabled():
+        return False
+    # Private: `torch.utils.checkpoint.CheckpointFunction` (T). Without it no `gather` or batch norm over all ranks runs
+    # without gradients in a step.
+    checkpointed = torch.utils.checkpoint.CheckpointFunction.forward.__code__
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is checkpointed:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def parameters_known_to(model: Any) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Any, Protocol, runtime_checkable
 
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, IterableDataset
 
 from lightning_gradavg._lightning.internals import iterator_of
 
@@ -122,6 +122,18 @@ def distributed_sampler(loader: object) -> DistributedSampler[Any] | None:
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
             return sampler
     return None
+
+
+def last_batch_size(loader: Any) -> int | None:
+    """Return the number of samples in a loader's last batch of an epoch, where all are known; None else."""
+    size = loader_batch_size(loader)
+    sampler = getattr(loader, "sampler", None)
+    if size is None or isinstance(getattr(loader, "dataset", None), IterableDataset) or not isinstance(sampler, Sized):
+        return None
+    remaining = len(sampler) % size
+    if remaining == 0 or getattr(loader, "drop_last", False):
+        return size
+    return remaining
 
 
 def loader_batch_size(loader: object) -> int | None:

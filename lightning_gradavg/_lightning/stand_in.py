@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -12,13 +11,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_gradavg._lightning.internals import restore_metric
+from lightning_gradavg._lightning.internals import buffers_of, restore_metric
 from lightning_gradavg._lightning.methods import logged_as
 
-__all__ = ["NEUTRAL", "STANDS_IN", "metrics_kept", "reduction_name", "stand_in", "uncounted"]
-
-STANDS_IN: ContextVar[bool] = ContextVar("stands_in", default=False)
-"""Whether a step runs whose samples do not count: `gather` then brings no rows of this rank to other ranks' losses."""
+__all__ = ["NEUTRAL", "buffers_kept", "metrics_kept", "reduction_name", "stand_in"]
 
 NEUTRAL: Mapping[str, float] = {"mean": 0.0, "sum": 0.0, "max": float("-inf"), "min": float("inf")}
 """By the name of a reduction, the value that changes nothing in it; in a mean, with a batch size of 0."""
@@ -82,24 +78,30 @@ def _neutral_arguments(arguments: dict[str, Any]) -> dict[str, Any] | None:
 @contextmanager
 def stand_in(module: LightningModule) -> Iterator[None]:
     """Run a step whose samples do not count: logged values, metrics and buffers are as without it."""
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        with logged_as(module, _neutral_arguments), uncounted(module):
-            yield
-    finally:
-        for buffer, before in buffers:
-            buffer.data.copy_(before)  # past autograd: the backward is still to come, and is discarded
+    with logged_as(module, _neutral_arguments), metrics_kept(module), buffers_kept(module):
+        yield
 
 
 @contextmanager
-def uncounted(module: nn.Module) -> Iterator[None]:
-    """Bring no rows to what other ranks gather, and add nothing to the module's torchmetrics."""
-    token = STANDS_IN.set(True)
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Undo, after the context, what was written or assigned to the module's buffers within it."""
+    mappings = [buffers_of(submodule) for submodule in module.modules()]
+    # By their entries: a step may assign a buffer, as in `self.count = self.count + 1`, or register one.
+    entries_before = [dict(mapping) for mapping in mappings]
+    values_before = [_cloned(entries) for entries in entries_before]
     try:
-        with metrics_kept(module):
-            yield
+        yield
     finally:
-        STANDS_IN.reset(token)
+        for mapping, entries, values in zip(mappings, entries_before, values_before, strict=True):
+            mapping.clear()
+            mapping.update(entries)
+            for name, value in values.items():
+                entries[name].data.copy_(value)  # past autograd: the backward may be still to come
+
+
+def _cloned(buffers: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Return copies of the buffers that are there."""
+    return {name: buffer.clone() for name, buffer in buffers.items() if buffer is not None}
 
 
 @contextmanager

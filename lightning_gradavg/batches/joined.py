@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from lightning_gradavg._lightning.internals import TrainingLoop
 from lightning_gradavg._lightning.loaders import LoaderWrapper, Stateful, length_of, user_loader
 from lightning_gradavg._support.collectives import ReducedRow, World
+from lightning_gradavg._support.tree import mapped
 from lightning_gradavg.batches.records import Records
 from lightning_gradavg.faults.drift import SameData
 
@@ -109,7 +111,7 @@ class JoinedLoader(LoaderWrapper):
                 batch = next(batches, _END)
             has_batch = batch is not _END
             if has_batch:
-                self._last = batch
+                self._last = _copied(batch)  # a step may change it, as by `batch.pop("labels")`
                 # Not for a stand-in: a loader that has ended begins a new pass where it resumes, and this pass goes on.
                 state = self._state()
             # Not the stand-in: it may be another rank's batch, which would be taken for the same data.
@@ -125,7 +127,9 @@ class JoinedLoader(LoaderWrapper):
                 if ranks_without_any > 0:
                     self._share_last_batch()
             is_first = False
-            yield self._last, FetchRecord(has_batch, counts, state)
+            if not has_batch:
+                batch = _copied(self._last)
+            yield batch, FetchRecord(has_batch, counts, state)
 
     def _share_last_batch(self) -> None:
         """Give ranks that never had a batch that of the first rank that has one. A collective operation."""
@@ -139,6 +143,20 @@ class JoinedLoader(LoaderWrapper):
             if shared is not None:
                 (self._last,) = shared
                 return
+
+
+def _copied(batch: object) -> object:
+    """Return a copy of a batch that shares its tensors."""
+
+    def copied(leaf: object) -> object:
+        if isinstance(leaf, Tensor):
+            return leaf
+        try:
+            return copy.copy(leaf)  # a class of the user's, whose attributes a step may remove
+        except TypeError:  # as of a generator
+            return leaf
+
+    return mapped(batch, copied)
 
 
 class StatefulJoinedLoader(JoinedLoader):

@@ -6,28 +6,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
-import torch
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
 
 from lightning_gradavg._lightning.internals import (
     BEFORE_TRANSFER,
     injects_samplers,
     set_injection_of_samplers,
 )
-from lightning_gradavg._lightning.loaders import LoaderWrapper, user_loader
+from lightning_gradavg._lightning.loaders import LoaderWrapper, last_batch_size, user_loader
 from lightning_gradavg._lightning.methods import replaced
 from lightning_gradavg._lightning.options import Options
 from lightning_gradavg._lightning.part import Part, Run, Saved
-from lightning_gradavg._lightning.stand_in import stand_in
+from lightning_gradavg._lightning.stand_in import buffers_kept, stand_in
 from lightning_gradavg._support.random_state import (
     RandomState,
     drawing_from,
     restore_random_state,
     stream_key,
 )
+from lightning_gradavg._support.text import listed_ranks, plural
 from lightning_gradavg.batches.chunks import STAND_IN, Chunk, Piece, Pieces, Split
 from lightning_gradavg.batches.joined import FetchRecord, JoinedLoader, join
 from lightning_gradavg.batches.loader import compare_at_times
@@ -60,14 +59,12 @@ class Batches(Part):
 
     Attributes:
         joins: Whether some ranks may have fewer batches than others.
-        stepping: Whether a training step runs; the strategy sets it.
         chunk: What this rank has of the batch in training; None where the batch is its own, and counts as a whole.
         missing: Number of ranks that have no batch left.
         without_samples: The ranks that have no samples of the batch in training.
     """
 
     joins: bool = False
-    stepping: bool = False
     chunk: Chunk | None = None
     missing: int = 0
     without_samples: Sequence[int] = ()
@@ -80,21 +77,13 @@ class Batches(Part):
         self.missing = 0
         self.without_samples = ()
         self._named: _Shortage | None = None  # when `without_samples` was found
+        self._has_said_who_stands_in = False
         self._joined_loaders: list[JoinedLoader] = []
-
-    @property
-    def idle(self) -> Sequence[int]:
-        """Within a training step, the ranks that have no samples in it; none outside of one."""
-        return self.without_samples if self.stepping else ()
 
     @property
     def has_samples(self) -> bool:
         """Whether this rank has samples of the batch in training; else it runs a stand-in."""
         return self.chunk is None or not self.chunk.stand_in
-
-    def counted(self, value: Tensor) -> Tensor:
-        """Return what this rank adds to a sum over the ranks that have samples."""
-        return value if self.has_samples else torch.zeros_like(value)
 
     def prepare_loaders(self, stage: str) -> None:
         """Forget the training loaders that are about to be replaced."""
@@ -178,6 +167,14 @@ class Batches(Part):
             return
         of_ranks = self.run.world.gather_integers([self.has_samples])
         self.without_samples = [rank for rank, (has_samples,) in enumerate(of_ranks) if not has_samples]
+        self._say_who_stands_in("in a step")
+
+    def _say_who_stands_in(self, when: str) -> None:
+        """Say once per run which ranks compute samples that do not count, as the user's own code sees them."""
+        if not self.without_samples or self._has_said_who_stands_in:
+            return
+        self._has_said_who_stands_in = True
+        rank_zero_info(f"GradAvgStrategy: {_about_stand_ins(self.without_samples, when)}")
 
     def training_step(self) -> AbstractContextManager[None]:
         """Return the context of a training step, in which a stand-in leaves no trace."""
@@ -201,7 +198,10 @@ class Batches(Part):
 
     def backward(self) -> AbstractContextManager[None]:
         """Return the context of the backward that Lightning runs, that of the last piece of the batch in training."""
-        return nullcontext()
+        if self.has_samples:
+            return nullcontext()
+        # Activation checkpointing runs parts of the stand-in's forward again, which write buffers.
+        return buffers_kept(self.run.module)
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
         """Save that there are no loaders to resume."""
@@ -447,6 +447,7 @@ class SplitBatches(Batches):
             # No loader's samples weigh a loss over several.
             self.chunk = self.chunk._replace(samples=None)
         self.without_samples = [rank for rank, pieces in enumerate(self.chunk.layout) if pieces == 0]
+        self._say_who_stands_in(f"in a batch of {plural(self.chunk.batch_samples, 'sample')}")
         self.progress.arrive(number, self._loaders, fetched)
         self._loaded = None
 
@@ -517,6 +518,20 @@ class SplitBatches(Batches):
                 loaders=[loader.state_dict() for loader in self._loaders],
             )
 
+    def describe(self) -> str:
+        """Return the start line's words about ranks that will have no samples in the last batch of an epoch."""
+        for loader in self._loaders:
+            size = last_batch_size(loader.loader)
+            if size is None or size == 0:
+                continue
+            layout = self._split.cut(size).layout
+            ranks = [rank for rank, pieces in enumerate(layout) if pieces == 0]
+            if ranks:
+                self._has_said_who_stands_in = True
+                when = f"in the last batch of an epoch, of {plural(size, 'sample')}"
+                return f"; {_about_stand_ins(ranks, when)}"
+        return ""
+
     def load(self, saved: Mapping[str, Any]) -> None:
         """Keep the state of a checkpoint for the next run."""
         self._loaded = saved.get("data")  # none of a run without `split_batches`
@@ -536,6 +551,14 @@ _DEPENDS_ON_BATCH = (
     " targets centred by the batch, mixed samples) is not that of one process. Mask the padding, or pad to a fixed"
     " length; compute what needs the batch in training_step, with gather or global_mean."
 )
+
+
+def _about_stand_ins(ranks: Sequence[int], when: str) -> str:
+    verb = "has" if len(ranks) == 1 else "have"
+    return (
+        f"{listed_ranks(ranks)} {verb} no samples {when}: training_step runs there on samples that do not count, which"
+        " collectives and lists of your own see (ask strategy.has_samples)"
+    )
 
 
 class SeededByOrder(LoaderWrapper):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -20,18 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_gradavg._lightning.stand_in import STANDS_IN
-from lightning_gradavg._lightning.user_collectives import ours
 from lightning_gradavg._support.collectives import Contribution, World
+from lightning_gradavg._support.running import running, running_forward
 from lightning_gradavg._support.tree import leaves, mapped
-from lightning_gradavg.reduction.guard import without_discarded_nan
+from lightning_gradavg.reduction.uncounted import note_exchange
 
-__all__ = ["gather", "gather_refused", "require_gather_allowed"]
+__all__ = ["exchanging_world", "gather", "gather_refused", "require_gather_allowed"]
 
 T = TypeVar("T")
-
-_REFUSAL: ContextVar[str | None] = ContextVar("refusal", default=None)
-"""Why `gather` is an error here, or None where it is allowed. Only `gather_refused` sets it."""
 
 
 @contextmanager
@@ -40,21 +36,25 @@ def gather_refused(reason: str) -> Iterator[None]:
 
     Used where ranks run a step different numbers of times, so that a collective operation would wait forever.
     """
-    token = _REFUSAL.set(reason)
-    try:
+    with running(replace(running_forward(), refusal=reason)):
         yield
-    finally:
-        _REFUSAL.reset(token)
 
 
 def require_gather_allowed() -> None:
-    """Raise a RuntimeError within `gather_refused`."""
-    reason = _REFUSAL.get()
-    if reason is not None:
-        raise RuntimeError(f"{reason}.")
+    """Raise a RuntimeError within a forward in which nothing can be exchanged."""
+    refusal = running_forward().refusal
+    if refusal:
+        raise RuntimeError(f"{refusal}.")
 
 
-@ours()
+def exchanging_world(group: dist.ProcessGroup | None) -> World:
+    """Return the ranks that exchange in a group of the user's, None for all ranks."""
+    world = running_forward().world
+    if world is not None and group in (None, dist.group.WORLD):
+        return world
+    return World.of(group)
+
+
 def gather(tensors: T, *, group: dist.ProcessGroup | None = None) -> T:
     """Return the ranks' tensors concatenated along dimension 0 in rank order, with gradients. Call it on every rank.
 
@@ -91,19 +91,21 @@ def gather(tensors: T, *, group: dist.ProcessGroup | None = None) -> T:
         # Gloo of torch 2.4 cannot write into tensors that were made in inference mode, as Lightning validates.
         with torch.inference_mode(False), torch.no_grad():
             return gather(tensors, group=group)
-    world = World.of(group)
+    world = exchanging_world(group)
     contribution, agreed = world.agree("gather cannot proceed", lambda: _contribution(tensors))
     local_tensors = list(contribution.tensors.values())
     # What `_contribution` has sent, of all ranks: first the rows of each tensor, then whether each requires grad.
     details_of_tensor = list(zip(*agreed.details, strict=True))
     rows = details_of_tensor[: len(local_tensors)]
     requires_grad = [any(of_ranks) for of_ranks in details_of_tensor[len(local_tensors) :]]
-    exchange = _Exchange(world, rows, requires_grad, stands_in=STANDS_IN.get())
+    exchange = _Exchange(world, rows, requires_grad, stands_in=running_forward().stands_in)
     # Without a leaf of its own that requires grad, a rank whose tensors need none would not join the backward.
     anchor = torch.zeros((), requires_grad=any(requires_grad))
     apply = cast("Callable[..., tuple[Tensor, ...]]", _Gather.apply)
-    gathered = iter(apply(exchange, anchor, *local_tensors))
-    result: T = mapped(tensors, lambda _: next(gathered))
+    begin_of_backward, *gathered = apply(exchange, anchor, *local_tensors)
+    note_exchange("gather", begin_of_backward)
+    remaining = iter(gathered)
+    result: T = mapped(tensors, lambda _: next(remaining))
     return result
 
 
@@ -123,7 +125,7 @@ def _contribution(tensors: object) -> Contribution:
         _require_rows(label, tensor)
         shape = ", ".join(map(str, ("rows", *tensor.shape[1:])))
         equal.append(f"{label} of shape ({shape}) and {tensor.dtype}")
-    if STANDS_IN.get():
+    if running_forward().stands_in:
         # The samples of this rank do not count, so none of its rows belongs into another rank's loss.
         labeled = {label: tensor[:0] for label, tensor in labeled.items()}
     rows: list[int] = []
@@ -164,11 +166,12 @@ class _Exchange(NamedTuple):
 class _Gather(torch.autograd.Function):
     """All ranks' rows of several tensors; in the backward every rank gets the gradients of its rows.
 
-    One function for all of them, so that all ranks run their backwards in one order.
+    The first output is a number, through which a loss can reach the backward without keeping rows in memory. One
+    function for all tensors, so that all ranks run their backwards in one order.
     """
 
     @staticmethod
-    def forward(ctx: Any, exchange: _Exchange, _anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, exchange: _Exchange, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
         size = exchange.world.size
         gathered: list[Tensor] = []
@@ -182,11 +185,11 @@ class _Gather(torch.autograd.Function):
             if not requires_grad:
                 without_gradient.append(tensor)
         ctx.mark_non_differentiable(*without_gradient)
-        return tuple(gathered)
+        return torch.zeros_like(anchor), *gathered
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, _: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         exchange: _Exchange = ctx.exchange
         world = exchange.world
         of_local_rows: list[Tensor | None] = []
@@ -194,11 +197,10 @@ class _Gather(torch.autograd.Function):
             if not requires_grad:
                 of_local_rows.append(None)
                 continue
-            # Of a loss that does not count: the factor 0 of the loss leaves NaN where a derivative is infinite.
+            sent = gradient
+            # Not what a step takes by `torch.autograd.grad`, whose loss nobody weighs.
             if exchange.stands_in:
                 sent = torch.zeros_like(gradient)
-            else:
-                sent = without_discarded_nan(gradient)
             parts = _exchanged(_contiguous(sent), rows, [rows[world.rank]] * world.size, world)
             of_local_rows.append(_summed(parts, world.size))
         return None, None, *of_local_rows  # none for the exchange and the anchor
@@ -219,8 +221,7 @@ def _exchanged(sent: Tensor, to: Sequence[int], of: Sequence[int], world: World)
         return sent
     received = sent.new_empty(sum(of), *sent.shape[1:])
     row_bytes = math.prod(sent.shape[1:]) * sent.itemsize
-    # Of this package also in a backward, which a user may run within `training_step`, as by `torch.autograd.grad`.
-    with ours(), torch.profiler.record_function("GradAvg: exchange gathered rows"):
+    with torch.profiler.record_function("GradAvg: exchange gathered rows"):
         dist.all_to_all_single(
             received.view(-1).view(torch.uint8),
             sent.view(-1).view(torch.uint8),

@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gradavg._lightning.stand_in import STANDS_IN
-from lightning_gradavg._lightning.user_collectives import ours
-from lightning_gradavg._support.collectives import Contribution, World
+from lightning_gradavg._support.collectives import Contribution
+from lightning_gradavg._support.running import running_forward
 from lightning_gradavg._support.tree import leaves, mapped
-from lightning_gradavg.reduction.gather import require_gather_allowed
+from lightning_gradavg.reduction.gather import exchanging_world, require_gather_allowed
 from lightning_gradavg.rules import is_number
 
 __all__ = ["SCOPE", "global_mean"]
@@ -31,7 +30,6 @@ SCOPE = "GradAvg: global_mean"
 """How a profile shows the exchange, and `gradavg verify` knows that there was one."""
 
 
-@ours()
 def global_mean(total: T, count: object, *, group: dist.ProcessGroup | None = None) -> T:
     """Return the mean of a loss term over all ranks, from each rank's sum and count. Call it on every rank.
 
@@ -76,7 +74,7 @@ def global_mean(total: T, count: object, *, group: dist.ProcessGroup | None = No
         # Gloo of torch 2.4 cannot write into tensors that were made in inference mode, as Lightning validates.
         with torch.inference_mode(False), torch.no_grad():
             return global_mean(total, count, group=group)
-    world = World.of(group)
+    world = exchanging_world(group)
     with torch.profiler.record_function(SCOPE):
         contribution, agreed = world.agree("global_mean cannot proceed", lambda: _contribution(total, count))
     local_terms = _Terms.from_numbers(contribution.numbers)
@@ -143,7 +141,7 @@ def _contribution(total: object, count: object) -> Contribution:
     numbers = _read([*tensors.values(), *[counts[term] for term in terms]])
     local_totals = numbers[: len(terms)]
     local_counts = numbers[len(terms) :]
-    stands_in = STANDS_IN.get()
+    stands_in = running_forward().stands_in
     for index, term in enumerate(terms):
         if not is_number(local_counts[index]):
             raise ValueError(f"count{term} is {local_counts[index]!r}, not a finite number >= 0")

@@ -27,7 +27,6 @@ __all__ = ["Backward", "Gradients", "ReplicatedGradients", "ignored_parameters",
 class Backward(NamedTuple):
     """What is known of a backward before it runs."""
 
-    counts: bool = True  # whether the loss has a multiplier other than 0
     is_last_of_step: bool = True  # False within `training_step`, of a piece that is not the step's last
     is_in_last_step: bool = True  # whether the window ends with the step
 

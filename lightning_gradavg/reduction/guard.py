@@ -1,90 +1,12 @@
-"""Guards on the gradients of parameters: what does not count is discarded, and what bypasses the rule is an error."""
+"""A guard on the gradients of parameters: what bypasses the rule is an error."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from lightning_gradavg._lightning.internals import stored
-from lightning_gradavg.reduction.loss import MicroBatch
-
-__all__ = ["BypassGuard", "DiscardedGradients", "without_discarded_nan"]
-
-_discarding: set[DiscardedGradients] = set()
-"""The guards of the backward that runs. One runs at a time, on threads of autograd that see no context variables."""
-
-
-def without_discarded_nan(gradient: Tensor) -> Tensor:
-    """Return what a backward may send to other ranks: without NaN if the loss of this rank does not count.
-
-    `gather` and batch norm over all ranks call it in their backward. The gradients of other ranks' losses pass.
-    """
-    if not _discarding:
-        return gradient
-    # Infinity stays: it may be another rank's, and the rule passes it on, as DDP does.
-    return gradient.masked_fill(gradient.isnan(), 0)
-
-
-class DiscardedGradients:
-    """Discards the gradients of a loss that does not count, from its making until `end`, around the backward.
-
-    Its factor is 0, but 0 times NaN is NaN. So what reaches a parameter is replaced before it is accumulated:
-
-    | the micro-batch                            | becomes 0  | because                                             |
-    |--------------------------------------------|------------|-----------------------------------------------------|
-    | has weight 0                               | NaN        | gradients of other ranks' losses pass, by `gather`  |
-    |                                            |            | and batch norm over all ranks                       |
-    | is absent, or has a problem that all raise | everything | nothing of it may count                             |
-    """
-
-    def __init__(self, leaves: Iterable[nn.Parameter], micro_batch: MicroBatch) -> None:
-        """Guard the parameters into which autograd accumulates."""
-        self._handles: list[RemovableHandle] = []
-        # `gather` and batch norm ask. Walking the graph for functions that send gradients was tried: it also served
-        # torch's own gathers, for a graph walk in every such step. Select what is finite before those.
-        _discarding.add(self)
-        if micro_batch.absent or micro_batch.problem is not None:
-            hook = _zeros
-        else:
-            hook = _without_nan
-        for leaf in leaves:
-            if leaf.requires_grad:
-                # Before `AccumulateGrad`, so DDP and FSDP reduce what the hook returns.
-                self._handles.append(leaf.register_hook(hook))
-
-    def end(self) -> None:
-        """Remove the hooks. May be called again, as after an exception."""
-        # Not left on the parameters with a switch: a hook costs a call of Python in every backward, and
-        # `test_ranks_stock.py` counts those that stay.
-        _discarding.discard(self)
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-
-def _zeros(gradient: Tensor | None) -> Tensor | None:
-    """Return zeros in place of a gradient."""
-    if gradient is None:
-        return None
-    # A copy: autograd may hold the tensor elsewhere. In place, the layout of sparse and sharded gradients stays.
-    with torch.profiler.record_function("GradAvg: discard gradient"):
-        zeros = gradient.clone()
-        stored(zeros).fill_(0)
-    return zeros
-
-
-def _without_nan(gradient: Tensor | None) -> Tensor | None:
-    """Return a gradient with 0 in place of NaN."""
-    if gradient is None:
-        return None
-    with torch.profiler.record_function("GradAvg: discard gradient"):
-        kept = gradient.clone()
-        values = stored(kept)
-        values.masked_fill_(values.isnan(), 0)
-    return kept
+__all__ = ["BypassGuard"]
 
 
 class BypassGuard:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_gradavg._support.tree import batch_samples, leaves
+from lightning_gradavg.reduction.uncounted import pass_no_nan
 from lightning_gradavg.rules import Rule
 
 __all__ = ["ALWAYS_OR_NEVER", "MicroBatch", "Weights", "as_weight", "require_loss", "weighed"]
@@ -45,7 +46,8 @@ class MicroBatch(NamedTuple):
 class _Weighed(torch.autograd.Function):
     """The same loss; its gradient is multiplied by what a function returns when the backward begins.
 
-    No product with a tensor: the loss that the user logs would be another number.
+    Of a loss that does not count, the function returns 0 (`reduction/uncounted.py`). No product with a tensor: the loss
+    that the user logs would be another number.
     """
 
     @staticmethod
@@ -56,8 +58,12 @@ class _Weighed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        factor = ctx.factor()
+        if factor == 0:
+            pass_no_nan(ctx)
+            return torch.zeros_like(gradient), None  # none for `factor`
         # The product with a Python number keeps the dtype, also of a scaled loss.
-        return gradient * ctx.factor(), None  # none for `factor`
+        return gradient * factor, None
 
 
 def weighed(loss: Tensor, factor: Callable[[], float]) -> Tensor:

@@ -8,19 +8,22 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_gradavg._lightning.internals import timeout_of
 from lightning_gradavg._lightning.part import Part, Run
+from lightning_gradavg._support.collectives import World
+from lightning_gradavg._support.running import OF_A_LOOP, Forward, running, running_forward
 from lightning_gradavg.reduction.comm_hook import CommHook, require_hookable
 from lightning_gradavg.reduction.gradients import Gradients, ReplicatedGradients
 from lightning_gradavg.reduction.loss import MicroBatch, Weights, require_loss, weighed
-from lightning_gradavg.reduction.missing_loss import RUN_NUMBERS, StepWithoutLoss
 from lightning_gradavg.reduction.plain_mean import PlainMean
+from lightning_gradavg.reduction.uncounted import sparse_weights, zero_loss
 from lightning_gradavg.reduction.window import Ranks, WeightUnit, Window, WindowRecord, WindowState
-from lightning_gradavg.reduction.zero_loss import sparse_weights, zero_loss
 from lightning_gradavg.rules import RULES, Rule
 
 __all__ = ["Observer", "Reduction"]
@@ -34,9 +37,6 @@ class Observer(Protocol):
     def reduced(self, record: WindowRecord) -> None:
         """Report a window whose gradients are reduced. A collective operation."""
 
-    def skipped(self) -> None:
-        """Observe the next step instead of this one, which all ranks skip."""
-
 
 class Reduction(Part):
     """Reads the losses and weights of Lightning's loop, and has a window reduce the gradients.
@@ -45,24 +45,25 @@ class Reduction(Part):
 
     1. `begin_step`, before `training_step`.
     2. `read` with its output in automatic optimization, once for each piece of the step; `add` in manual optimization,
-       with the loss of every `manual_backward`.
+       with the loss of every `manual_backward`. Both within `running` of the forward.
     3. `backward` for that loss. In manual optimization 2 to 4 come again for every backward.
     4. `finish`, after the backward: the gradients are those of the rule if it ended the window.
 
     Attributes:
         may_miss: Whether ranks may have different numbers of batches. Set before `on_train_start`.
         pending: The loss whose backward comes next.
+        exchanging: The ranks, in the process group in which they exchange within a step; None of one rank.
         observer: What looks at the running step, or None.
     """
 
     may_miss = False
+    exchanging: World | None = None
 
     def __init__(
         self,
         rule: Rule,
         hook: CommHook,
         *,
-        in_pieces: Callable[[int], bool] | None = None,
         on_reduced: Callable[[], None] | None = None,
         make_tree: Callable[[Run], Gradients] | None = None,
     ) -> None:
@@ -71,17 +72,15 @@ class Reduction(Part):
         Args:
             rule: The reduction rule.
             hook: The communication hook of DDP.
-            in_pieces: Returns whether a rank may run several backwards per step, given the world size; None if it never
-                does.
             on_reduced: Called after the gradients of an automatic step are reduced.
             make_tree: Makes the gradients of a reproducible run.
         """
         self.rule = rule
         self._hook = hook
-        self._in_pieces = in_pieces
         self._on_reduced = on_reduced
         self._make_tree = make_tree
         self._said: set[str] = set()
+        self._of_all: object = None  # the group of all ranks, which `exchanging` was made beside
 
     def setup(self, run: Run) -> None:
         """Forget an earlier run."""
@@ -99,14 +98,10 @@ class Reduction(Part):
         self._length = 1  # of its window, where that is known when it begins
         self._skips_backward = False  # whether Lightning runs it without a backward
         self._window_continues = False  # whether the window goes on after the step
-        self._without: StepWithoutLoss | None = None  # if this rank has no loss in it
+        self._forward: Forward = OF_A_LOOP  # of the pending loss
         # Of the run so far.
-        self._has_reduced = False  # whether DDP has seen a backward, which a static graph records
         self._batch_number = -1  # of the training step before
-        self._step_number = 0
         # Of the run, from `configure_ddp` and `begin` on.
-        self._run_number = -1
-        self._steps_in_pieces = False
         self._parameters: Sequence[nn.Parameter] = ()
         self._sparse: dict[int, Tensor] = {}
         self._window: Window | PlainMean | None = None  # from `on_train_start` on
@@ -126,8 +121,6 @@ class Reduction(Part):
             require_hookable(run.ddp, self.rule)
         self._parameters = list(run.ddp.module.parameters())
         self._sparse = sparse_weights(run.ddp)
-        if self._in_pieces is not None:
-            self._steps_in_pieces = self._in_pieces(run.world.size)
         gradients: Gradients
         # The tree sums in its own floor of the package, which this one does not import.
         if self._make_tree is not None:
@@ -140,7 +133,6 @@ class Reduction(Part):
         """Begin a run that trains, with its gradients."""
         super().configure_ddp(run)
         self._gradients = gradients
-        self._run_number = next(RUN_NUMBERS)
 
     def on_train_start(self) -> None:
         """Choose between a window and the plain mean of the engine, now that the loaders are known.
@@ -162,11 +154,26 @@ class Reduction(Part):
                 optimizers=lambda: run.trainer.optimizers,
             )
             self._hook.window = self._window
+            self._make_exchanging_group()
         if self._window is None:
             self._window = PlainMean(partial(self._gradients.reduce_unfrozen, 1 / run.world.size))
         # The tree reduces after backwards in which DDP reduces nothing.
         if run.model is not None and self._make_tree is None and not self._is_hooked:
             self._is_hooked = self._hook.register(run.model)
+
+    def _make_exchanging_group(self) -> None:
+        """Make the process group of what ranks exchange within a step, unless an earlier run has. Collective.
+
+        Not that of DDP's buckets: a rank whose loss is missing has its zeros for all parameters at once, and other
+        ranks run the backward of a `gather` before they have the gradients of a layer beside it. In one group, each
+        would wait for another operation (`test_ranks_uncounted.py`: a layer beside gather).
+        """
+        of_all = dist.group.WORLD
+        if self.run.world.size == 1 or of_all is None or self._of_all is of_all:
+            return
+        group = dist.new_group(timeout=timeout_of(of_all, self.run.device))
+        self._of_all = of_all
+        self.exchanging = World.of(group)
 
     def _needs_window(self) -> bool:
         """Return whether losses are weighed and gradients multiplied; all ranks answer alike.
@@ -206,12 +213,9 @@ class Reduction(Part):
     def begin_step(self, batch: object, missing: int = 0) -> None:
         """Begin a training step with its batch, which `missing` ranks do not have."""
         self._batch = batch
-        self._step_number += 1
         self.pending = None  # of a step before, which has had no backward
+        self._forward.forget_exchanges()
         self._skips_backward = self.run.loop.skips_backward
-        if self._without is not None:
-            self._without.end()
-            self._without = None
         if missing > 0:
             self._refuse_missing(missing)
         if not self.is_manual:
@@ -270,7 +274,6 @@ class Reduction(Part):
     def read(
         self,
         output: object,
-        samples: float | None,
         batch: object,
         *,
         is_last_piece: bool = True,
@@ -281,13 +284,13 @@ class Reduction(Part):
             |-------------------------------------------|-----------------------------------------------------------|
             | anything, and Lightning runs no backward  | itself                                                    |
             | what Lightning refuses                    | itself: the error is Lightning's                          |
-            | None, or a dict whose loss is None        | a loss of 0, or what `_without_loss` says                 |
+            | None, or a dict whose loss is None        | a loss of 0 under a rule with a window; else itself, and  |
+            |                                           | Lightning skips the backward                              |
             | a loss                                    | the weighed loss                                          |
             | a dict with a loss                        | a copy of it with the weighed loss                        |
 
         Args:
             output: What `training_step` returned.
-            samples: The number of samples if the batch does not tell it; 0 if they do not count.
             batch: The batch of the forward.
             is_last_piece: Whether it is the last forward of the step.
         """
@@ -297,22 +300,23 @@ class Reduction(Part):
         if isinstance(output, Mapping):
             if "loss" not in output:
                 return output  # `ClosureResult.from_training_step_output` raises a MisconfigurationException
-            return self._read_dict(output, samples, is_last_piece=is_last_piece)
+            return self._read_dict(output, is_last_piece=is_last_piece)
         if output is None:
-            return self._without_loss(output, counts=samples != 0, is_last_piece=is_last_piece)
+            return self._without_loss(output, is_last_piece=is_last_piece)
         if not isinstance(output, Tensor):
             return output  # the same
-        return self.add(output, None, samples, is_last_piece=is_last_piece)
+        return self.add(output, None, is_last_piece=is_last_piece)
 
-    def _read_dict(self, output: Mapping[str, object], samples: float | None, *, is_last_piece: bool) -> object:
+    def _read_dict(self, output: Mapping[str, object], *, is_last_piece: bool) -> object:
         """Return a dict that `training_step` returned, with its loss weighed."""
         loss = output["loss"]
         weight = output.get("weight")
         if loss is None:
-            return self._without_loss(output, counts=samples != 0, is_last_piece=is_last_piece)
+            pending = self._without_loss(None, is_last_piece=is_last_piece)
+            return output if pending is None else {**output, "loss": pending}
         if weight is None and self.rule.uses_weight:
             self._warn_of_misspelt_weight(output)
-        pending = self.add(loss, weight, samples, is_last_piece=is_last_piece)
+        pending = self.add(loss, weight, is_last_piece=is_last_piece)
         if pending is loss:
             return output
         return {**output, "loss": pending}
@@ -326,10 +330,10 @@ class Reduction(Part):
                     ' that is the weight, call it "weight".'
                 )
 
-    def add(self, loss: object, weight: object, samples: float | None, *, is_last_piece: bool = True) -> Tensor:
+    def add(self, loss: object, weight: object, *, is_last_piece: bool = True) -> Tensor:
         """Return a loss that is weighed for the next backward; arguments as in `read` and `Weights.read`."""
         loss = require_loss(loss)
-        micro_batch = self._weights.read(weight, self._batch, samples)
+        micro_batch = self._weights.read(weight, self._batch, running_forward().samples)
         self._warn_of_weight_0(micro_batch)
         # Such as a sum over no rows. The other ranks still wait for this rank's backward.
         if not micro_batch.counts and not loss.requires_grad:
@@ -349,6 +353,8 @@ class Reduction(Part):
 
     def _add_to_window(self, loss: Tensor, micro_batch: MicroBatch, *, is_last_piece: bool) -> Tensor:
         """Return the loss, weighed. Its weight leaves this rank early: so ranks exchange during the backward."""
+        self._forward = running_forward()
+        self._forward.forget_exchanges()  # its loss has their graph
         ends = self._ends_window(is_last_piece=is_last_piece)
         window = self._window
         if isinstance(window, PlainMean):
@@ -369,51 +375,36 @@ class Reduction(Part):
             return bool(self.run.model.require_backward_grad_sync)
         return is_last_piece and not self._window_continues
 
-    def _without_loss(self, output: object, *, counts: bool, is_last_piece: bool) -> object:
-        """Return a loss of 0 for a missing loss, so that this rank joins the other ranks' backward.
+    def _without_loss(self, output: object, *, is_last_piece: bool) -> object:
+        """Return a loss of 0 for a missing loss, with which this rank joins the other ranks' backward.
 
-            | the run                                          | the step                                           |
-            |--------------------------------------------------|----------------------------------------------------|
-            | has windows of several micro-batches, or pieces  | is refused: who skips a part of a window?          |
-            | has one rank                                     | is skipped by Lightning: nobody waits              |
-            | has a loss scaler                                | is skipped by it                                   |
-            | is any other                                     | `StepWithoutLoss` has the table                    |
-
-        Args:
-            output: What `training_step` returned.
-            counts: Whether the rank has samples in the step.
-            is_last_piece: Whether it is the last forward of the step.
+        Under the plain mean without a window return `output`: Lightning skips the backward, as with stock DDP.
         """
-        if self.run.trainer.accumulate_grad_batches > 1 or self._steps_in_pieces:
-            raise RuntimeError(
-                "training_step returned no loss within an accumulation window, which would then not be reduced."
-                ' Return {"loss": loss, "weight": 0} for a micro-batch that should not count.'
-            )
-        if self.run.world.size == 1 or _has_scaler(self.run):
+        if not isinstance(self._window, Window):
             return output
-        zero = self._zero_loss()
-        key = f"{self._run_number}/{self._step_number}"
-        self._without = StepWithoutLoss(self.run, key, self._parameters, counts=counts)
-        return self._add_to_window(zero, MicroBatch(0.0, absent=True), is_last_piece=is_last_piece)
+        return self._add_to_window(self._zero_loss(), MicroBatch(0.0, absent=True), is_last_piece=is_last_piece)
 
     def _zero_loss(self) -> Tensor:
-        """Return a loss of 0 that reaches all parameters, with DDP ready for its backward."""
-        # A sharded model has none here: the hooks with which FSDP2 reduces are on what its forward returns
-        # (`FSDPState._register_pre_backward_hook`), which a loss of 0 does not come from.
-        if not self._parameters:
+        """Return a loss of 0 that reaches all parameters and exchanges, with DDP ready for its backward."""
+        forward = running_forward()
+        for name in forward.hidden_exchanges:
             raise RuntimeError(
-                "training_step returned no loss, or a loss without a graph, where the model is sharded: the other ranks"
-                ' need this one\'s backward. Return {"loss": loss, "weight": 0}, with a loss of the model\'s output.'
+                f"training_step returned no loss, or one without a graph, after {name} within a reentrant checkpoint,"
+                " whose backward only a loss reaches. Use checkpoint(..., use_reentrant=False), or return a loss of the"
+                ' checkpoint\'s output: {"loss": loss, "weight": 0}.'
             )
-        if self.run.ddp.static_graph and not self._has_reduced:
+        # A sharded model has no parameters here: the hooks with which FSDP2 reduces are on what its forward returns
+        # (`FSDPState._register_pre_backward_hook`).
+        if not self._parameters and not forward.exchanged:
             raise RuntimeError(
-                "static_graph=True records the graph of the first backward, so the first training_step must return a"
-                " loss of the model's output on every rank. Return one, or leave static_graph out."
+                "training_step returned no loss, or one without a graph, and did not run the sharded model: the other"
+                " ranks need this one's backward. Run the model's forward in every training_step."
             )
-        zero = zero_loss(self._parameters, self._sparse)
-        # As Lightning's `DDPStrategy.pre_backward` does in manual optimization. DDP's `_post_forward` has prepared the
-        # reducer for the graph of another output, or of none.
-        prepare_for_backward(self.run.ddp, zero)
+        zero = zero_loss(self._parameters, self._sparse, forward.exchanged)
+        if self.run.model is not None:
+            # As Lightning's `DDPStrategy.pre_backward` does in manual optimization. DDP's `_post_forward` has prepared
+            # the reducer for the graph of another output, or of none.
+            prepare_for_backward(self.run.model, zero)
         return zero
 
     def backward(self, run: Callable[[], None], *, is_last_piece: bool = True) -> None:
@@ -422,18 +413,18 @@ class Reduction(Part):
         assert self.pending is not None
         assert window is not None
         self.pending = None
-        if self._without is not None:
-            self._without.begin_backward()
         try:
             window.begin_backward(is_last_of_step=is_last_piece, is_in_last_step=not self._window_continues)
-            run()
+            with running(self._forward):
+                run()
             if not is_last_piece:
                 window.end_backward()  # `finish` comes after the last piece alone
         except BaseException:
             # A user's loop may go on, as after a batch that did not fit in memory.
             window.abandon()
             raise
-        self._has_reduced = True
+        finally:
+            self._forward.forget_exchanges()  # of what `torch.utils.checkpoint` has computed again
 
     def finish(self) -> None:
         """Finish the gradients after a backward, if it ended a window. May be a collective operation."""
@@ -441,31 +432,17 @@ class Reduction(Part):
         assert window is not None
         window.end_backward()
         has_ended = window.has_ended
-        is_skipped = False
         if has_ended:
             window.reduce()
-            is_skipped = self._without is not None and self._without.is_skipped()
-        if is_skipped:
-            self._remove_gradients()
         # In manual optimization the step's end is that of `training_step`.
         if self._on_reduced is not None and not self.is_manual:
             self._on_reduced()
         if not has_ended:
             return
         if self.observer is not None:
-            if is_skipped:
-                self.observer.skipped()
-            else:
-                # The report leaves out gradients from before the window, which are added next.
-                self.observer.reduced(window.record())
+            # The report leaves out gradients from before the window, which are added next.
+            self.observer.reduced(window.record())
         window.close()
-
-    def _remove_gradients(self) -> None:
-        """Set the gradients to None, so that an optimizer changes neither parameters nor its state."""
-        # Zeros would not do: momentum and weight decay move a parameter whose gradient is 0.
-        for parameter in self._parameters:
-            if parameter.requires_grad:
-                parameter.grad = None
 
     def is_in_backward(self) -> bool:
         """Return whether the backward of a weighed loss runs."""
@@ -490,8 +467,3 @@ class Reduction(Part):
     def describe(self) -> str:
         """Return the start line's words about the hook."""
         return self._hook.describe(self._parameters)
-
-
-def _has_scaler(run: Run) -> bool:
-    """Return whether a loss scaler skips steps."""
-    return getattr(run.trainer.precision_plugin, "scaler", None) is not None

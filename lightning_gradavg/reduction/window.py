@@ -30,7 +30,6 @@ from lightning_gradavg._support.collectives import World
 from lightning_gradavg._support.place import Place
 from lightning_gradavg._support.text import by_value, on_ranks
 from lightning_gradavg.reduction.gradients import Backward, Gradients
-from lightning_gradavg.reduction.guard import DiscardedGradients
 from lightning_gradavg.reduction.loss import ALWAYS_OR_NEVER, MicroBatch
 from lightning_gradavg.reduction.rows import NOTHING_TO_COMPARE, Row, RowExchange, exact_sum
 from lightning_gradavg.rules import Rule, Share, in_window, normalizer_of, share_of
@@ -220,7 +219,6 @@ class Window:
         self._unit = unit
         self._user_ends_windows = user_ends_windows
         self._optimizers = optimizers
-        self._discarded: DiscardedGradients | None = None  # of the running backward, if its loss does not count
         self._backward = Backward()  # the running one
         self.state = WindowState.EMPTY
         self._contents = _Contents()
@@ -385,11 +383,8 @@ class Window:
         """Begin the backward of the loss that was added last; arguments as in `Backward`."""
         self._change(WindowState.BACKWARD)
         contents = self._contents
-        counts = contents.shares[-1].multiplier > 0
-        self._backward = Backward(counts, is_last_of_step, is_in_last_step)
+        self._backward = Backward(is_last_of_step, is_in_last_step)
         self._gradients.begin_backward(contents.parameters, self._backward)
-        if not counts:
-            self._discarded = DiscardedGradients(self._gradients.leaves(), contents.micro_batches[-1])
 
     def factor(self) -> float | None:
         """Return what a bucket is multiplied by, None if no loss of the window was weighed. It never raises.
@@ -503,7 +498,6 @@ class Window:
 
     def end_backward(self) -> None:
         """End a backward that did not raise."""
-        self._end_discarding()
         contents = self._contents
         if contents.has_reduced_in_hook and not contents.has_ended:
             self.abandon()
@@ -558,15 +552,8 @@ class Window:
 
     def abandon(self) -> None:
         """Discard the window and its gradients, and restore those from before it."""
-        self._end_discarding()
         self._gradients.abandon()
         self._clear()
-
-    def _end_discarding(self) -> None:
-        """Remove the hooks of the running backward that discard gradients."""
-        if self._discarded is not None:
-            self._discarded.end()
-            self._discarded = None
 
     @contextmanager
     def abandoned_on_error(self) -> Iterator[None]:

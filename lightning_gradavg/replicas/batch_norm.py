@@ -29,35 +29,20 @@ from torch.autograd.function import once_differentiable
 
 from lightning_gradavg._lightning.internals import BatchNorm
 from lightning_gradavg._lightning.methods import replaced
-from lightning_gradavg._lightning.user_collectives import ours
 from lightning_gradavg._support.collectives import World
-from lightning_gradavg.reduction.guard import without_discarded_nan
+from lightning_gradavg._support.running import running_forward
+from lightning_gradavg.reduction.uncounted import note_exchange
 
-__all__ = ["count_rows", "synchronized_batch_norm"]
-
-
-class _Process:
-    """State of the process, not of a thread: `torch.utils.checkpoint` may run a forward again on a thread of autograd.
-
-    Attributes:
-        rows_count: Whether the rows of this rank count.
-    """
-
-    rows_count = True
-
-
-def count_rows(*, counted: bool) -> None:
-    """Set whether this rank's rows count in synchronized batch norms from now on.
-
-    Rows that do not count are those of a stand-in. They are normalized with the statistics of the other ranks' rows,
-    and have no gradient. The setting outlives the forward, as activation checkpointing repeats it in the backward.
-    """
-    _Process.rows_count = counted
+__all__ = ["synchronized_batch_norm"]
 
 
 @contextmanager
-def synchronized_batch_norm(world: World) -> Iterator[None]:
-    """Within the context, normalize by the statistics of all ranks wherever this process takes those of a batch.
+def synchronized_batch_norm() -> Iterator[None]:
+    """Within the context, normalize by the statistics of all ranks in each forward that says so, and in its backward.
+
+    Any other forward takes the statistics of its batch, as in torch: one rank alone may run it, such as a callback that
+    draws images. The rows of a stand-in are normalized with the statistics of the other ranks' rows, and have no
+    gradient.
 
     It replaces `torch.nn.functional.batch_norm`, not the forward of torch's layers, so it also serves layers with a
     forward of their own that call the function. Ranks may have different numbers of rows, or none. Half precision is
@@ -75,10 +60,15 @@ def synchronized_batch_norm(world: World) -> Iterator[None]:
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        if not training:
+        forward = running_forward()
+        if not training or not forward.normalizes_over_ranks:
             return stock_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        assert forward.world is not None
+        layer = _Layer(forward.world, not forward.stands_in, running_mean, running_var, momentum, eps)
         normalize: Any = _Normalize.apply
-        output: Tensor = normalize(input, weight, bias, _Layer(world, running_mean, running_var, momentum, eps))
+        output: Tensor
+        output, begin_of_backward = normalize(input, weight, bias, layer)
+        note_exchange("batch norm over all ranks", begin_of_backward)
         return output
 
     # `nn.SyncBatchNorm.forward` raises on CPUs. On accelerators it would count the rows of a stand-in.
@@ -98,6 +88,7 @@ class _Layer(NamedTuple):
     """What a call of batch norm is given besides its input and parameters."""
 
     world: World
+    rows_count: bool  # False of a stand-in
     running_mean: Tensor | None
     running_var: Tensor | None
     momentum: float
@@ -114,12 +105,14 @@ class _Layer(NamedTuple):
 
 
 class _Normalize(torch.autograd.Function):
-    """The formulas at the top of this file."""
+    """The formulas at the top of this file. Its second output is a number, as that of `reduction.gather._Gather`."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, layer: _Layer) -> Tensor:
+    def forward(
+        ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, layer: _Layer
+    ) -> tuple[Tensor, Tensor]:
         wide = values.to(_wide(values.dtype))
-        statistics = _statistics_of_all_ranks(wide, layer.world)
+        statistics = _statistics_of_all_ranks(wide, layer)
         # Before the tensors are saved, as in torch's own batch norm: `torch.utils.checkpoint` ends a recomputation
         # early, once it has saved as many tensors as the first forward.
         layer.update_running_statistics(statistics)
@@ -132,12 +125,12 @@ class _Normalize(torch.autograd.Function):
             eps=layer.eps,
         )
         ctx.world = layer.world
-        ctx.rows_count = _Process.rows_count
+        ctx.rows_count = layer.rows_count
         # All ranks save the same number of tensors, also where no rows count. Else a recomputation would end at
         # another layer than on the other ranks, and run another number of collectives.
         inverse_deviation = (statistics.variance + layer.eps).rsqrt()
         ctx.save_for_backward(values, weight, statistics.mean, inverse_deviation, statistics.number)
-        return output.to(values.dtype)
+        return output.to(values.dtype), wide.new_zeros(())
 
     @staticmethod
     @once_differentiable
@@ -154,12 +147,9 @@ class _Normalize(torch.autograd.Function):
         if values_need_gradient:
             # The parentheses of dx at the top of this file, of which both sums are over all ranks.
             sums = torch.cat([bias_sum, weight_sum]).double()
-            if ctx.rows_count:
-                sums = without_discarded_nan(sums)
-            else:
+            if not ctx.rows_count:
                 sums = torch.zeros_like(sums)  # not times 0: they may be NaN
-            # Ours: the backward may run within `training_step`, as by `torch.autograd.grad`.
-            with ours(), torch.profiler.record_function("GradAvg: exchange batch norm gradients"):
+            with torch.profiler.record_function("GradAvg: exchange batch norm gradients"):
                 dist.all_reduce(sums, group=ctx.world.group)
             mean_gradient, mean_product = (sums / number.clamp(min=1)).to(wide).chunk(2)
             centered = normalized.mul_(-mean_product.view(shape)).add_(gradient).sub_(mean_gradient.view(shape))
@@ -176,7 +166,7 @@ class _Normalize(torch.autograd.Function):
         return values_gradient, weight_gradient, bias_gradient, None
 
 
-def _statistics_of_all_ranks(values: Tensor, world: World) -> _Statistics:
+def _statistics_of_all_ranks(values: Tensor, layer: _Layer) -> _Statistics:
     """Return the statistics of all rows that count. A collective operation.
 
     The variance is that of the ranks' own variances and means, which does not cancel as `mean(x^2) - mean(x)^2` does
@@ -184,7 +174,7 @@ def _statistics_of_all_ranks(values: Tensor, world: World) -> _Statistics:
     """
     shape, dimensions = _layout(values)
     local_number = 0
-    if _Process.rows_count:
+    if layer.rows_count:
         local_number = values.shape[0] * math.prod(values.shape[2:])
     if local_number > 0:
         local_mean = values.mean(dimensions)
@@ -197,9 +187,9 @@ def _statistics_of_all_ranks(values: Tensor, world: World) -> _Statistics:
     # One row for each rank: variances, means, and the number of values, which float64 holds exactly.
     number = torch.full((1,), local_number, dtype=torch.float64, device=values.device)
     row = torch.cat([local_variance.double(), local_mean.double(), number])
-    rows = row.new_empty(world.size, len(row))
-    with ours(), torch.profiler.record_function("GradAvg: exchange batch norm statistics"):
-        dist.all_gather(list(rows.unbind()), row, group=world.group)
+    rows = row.new_empty(layer.world.size, len(row))
+    with torch.profiler.record_function("GradAvg: exchange batch norm statistics"):
+        dist.all_gather(list(rows.unbind()), row, group=layer.world.group)
     numbers = rows[:, -1:]
     variances, means = rows[:, :-1].chunk(2, dim=1)
 

@@ -23,7 +23,8 @@ class SharedBuffers:
 
     1. `begin_step`.
     2. `begin_piece` before each piece.
-    3. `require_written_in_place` after the forward of the last piece; `restore` instead, if something raised.
+    3. `require_written_in_place` and `require_no_count_of_samples` after the forward of the last piece; `restore`
+       instead, if something raised.
     4. `end_step` after the last backward, which may run parts of the forward again and write buffers again.
     """
 
@@ -46,6 +47,9 @@ class SharedBuffers:
         self._values_before: list[Tensor] = []
         self._values_of_first_piece: list[Tensor] | None = None  # None if the first piece is the only one
         self._versions: list[int] = []  # of the parameters before the step
+        # Of the first steps, in which it is found out whether a buffer counts samples.
+        self._steps_to_read = 2
+        self._counting: list[str] = []  # the buffers that grew by the samples of the first piece in the step before
 
     def begin_step(self) -> None:
         """Save the values that each piece of the step starts from."""
@@ -85,6 +89,41 @@ class SharedBuffers:
             raise RuntimeError(
                 f"training_step has assigned or made the buffers {', '.join(new)}, or removed one: replicas share what"
                 " is written into buffers. Register them in __init__, with a tensor, and write by buffer.copy_(...)."
+            )
+
+    def require_no_count_of_samples(self, samples: float | None, whole: float) -> None:
+        """Raise a RuntimeError if the first steps add the samples of one piece to a buffer, and not those of a batch.
+
+        All ranks write the same where their pieces are of one size, so no comparison of ranks sees it. The host reads
+        the buffers, in two steps of a run only.
+
+        Args:
+            samples: Number of samples of the first piece.
+            whole: What the run to reproduce would add.
+        """
+        # A step that counts steps adds 1.
+        if self._steps_to_read == 0 or samples is None or samples <= 1 or samples == whole:
+            return
+        self._steps_to_read -= 1
+        values = self._values_of_first_piece
+        if values is None:
+            values = self._buffers
+        counting: list[Tensor] = []
+        for buffer, before, value in zip(self._buffers, self._values_before, values, strict=True):
+            is_number = value.numel() > 0 and value.dtype != torch.bool
+            if is_number and bool((value - before == samples).all()):
+                counting.append(buffer)
+        identities = {id(buffer) for buffer in counting}
+        names = [name for name, buffer in self._module.named_buffers() if id(buffer) in identities]
+        if self._steps_to_read == 0:
+            # Once may be chance.
+            names = [name for name in names if name in self._counting]
+        self._counting = names
+        if self._steps_to_read == 0 and names:
+            raise RuntimeError(
+                f"training_step adds {samples:g} to the buffer {', '.join(names)}, the samples of one piece of a batch,"
+                f" where one process adds {whole:g}. Add len(lightning_gradavg.gather(batch)); or keep the count in"
+                " on_train_batch_end, outside of the step."
             )
 
     def end_step(self, world: World | None) -> None:

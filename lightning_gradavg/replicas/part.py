@@ -22,15 +22,16 @@ from lightning_gradavg._lightning.internals import leave_batch_norm_alone
 from lightning_gradavg._lightning.methods import logged_as
 from lightning_gradavg._lightning.options import Options
 from lightning_gradavg._lightning.part import Part, Run
-from lightning_gradavg._lightning.stand_in import uncounted
+from lightning_gradavg._lightning.stand_in import metrics_kept
 from lightning_gradavg._support.collectives import World
+from lightning_gradavg._support.running import Forward, running
 from lightning_gradavg._support.tree import batch_samples, mapped
 from lightning_gradavg.batches.chunks import Chunk
 from lightning_gradavg.batches.part import Batches, PieceOfBatch, SplitBatches
 from lightning_gradavg.evaluation.part import gathers_lists
-from lightning_gradavg.reduction.gather import gather_refused, require_gather_allowed
+from lightning_gradavg.reduction.gather import require_gather_allowed
 from lightning_gradavg.reduction.reduction import Reduction
-from lightning_gradavg.replicas.batch_norm import count_rows, synchronized_batch_norm
+from lightning_gradavg.replicas.batch_norm import synchronized_batch_norm
 from lightning_gradavg.replicas.buffers import SharedBuffers
 from lightning_gradavg.replicas.joined import join_steps
 from lightning_gradavg.replicas.log import ReplicaLog, with_sync_dist
@@ -88,9 +89,15 @@ class OneForward(Part):
     def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
         """Run a training step; return its output, whose loss has its weight."""
         (piece,) = step.batches.pieces(batch)
-        with step.batches.training_step(), step.batches.computing("forward", piece):
+        batches = step.batches
+        forward = Forward(self.weight(batches.chunk), batches.without_samples, step.reduction.exchanging)
+        with running(forward), batches.training_step(), batches.computing("forward", piece):
             output = step.forward(batch, *args)
-            return step.reduction.read(output, self.weight(step.batches.chunk), batch)
+            return step.reduction.read(output, batch)
+
+    def exchanging(self) -> AbstractContextManager[None]:
+        """Return the context of a training step, and of its backward, in which layers may exchange with other ranks."""
+        return nullcontext()
 
     def end_step(self) -> None:
         """End a step whose gradients are reduced."""
@@ -109,14 +116,15 @@ class Replicas(OneForward):
     3. `end_step` makes the buffers those of the first piece. In manual optimization, and where Lightning runs no
        backward, `run_step` calls it: no backward follows.
 
-    Between passes of training and evaluation, `on_evaluation_start` and `on_evaluation_end` exchange what is replaced
-    of the module and of torch:
+    What is replaced, and for how long:
 
-    | in         | replaced                                                                                        |
-    |------------|-------------------------------------------------------------------------------------------------|
-    | training   | of several ranks, how metrics gather list states; and, with `equivalent_to="single_device"`,    |
-    |            | `torch.nn.functional.batch_norm`                                                                |
-    | evaluation | `module.log`, if the run reproduces another one                                                 |
+    | for                                             | replaced                                                   |
+    |-------------------------------------------------|------------------------------------------------------------|
+    | a training step, and its backward (`exchanging`)| `torch.nn.functional.batch_norm` and the forward of        |
+    |                                                 | `nn.SyncBatchNorm`, with `equivalent_to="single_device"`   |
+    | a training step                                 | `module.log`                                               |
+    | a pass of training                              | of several ranks, how metrics gather list states           |
+    | a pass of evaluation                            | `module.log`, if the run reproduces another one            |
     """
 
     # Of the run that trains, from `configure_ddp` on.
@@ -158,12 +166,9 @@ class Replicas(OneForward):
         assert isinstance(step.batches, SplitBatches)
         pieces = step.batches.pieces(batch)
         outputs: list[Any] = []
-        exchanges: AbstractContextManager[None] = nullcontext()
-        if self._in_pieces:
-            exchanges = gather_refused(_REFUSED_IN_PIECES)
         self._buffers.begin_step()
         try:
-            with self._log.collecting(), exchanges:
+            with self._log.collecting(), self.exchanging():
                 for index, piece in enumerate(pieces):
                     self._buffers.begin_piece(index)
                     is_last = index == len(pieces) - 1
@@ -172,11 +177,23 @@ class Replicas(OneForward):
             self._buffers.restore()
             raise
         self._buffers.require_written_in_place()
+        self._require_no_count_of_samples(step.batches.chunk, pieces[0])
         # In automatic optimization `Reduction` ends the step after the backward of the last piece, which may run parts
         # of the forward again.
         if not self.run.module.automatic_optimization or self.run.loop.skips_backward:
             self.end_step()
         return join_steps(outputs, [piece.samples for piece in pieces], self.run.device)
+
+    def _require_no_count_of_samples(self, chunk: Chunk | None, piece: PieceOfBatch) -> None:
+        """Raise a RuntimeError if a buffer counts the samples of a piece, and not those of the run to reproduce.
+
+        Replicas keep the buffers of the first one, as `nn.DataParallel` does. Without a preset, buffers are a rank's.
+        """
+        assert chunk is not None
+        if self._options.one_device:
+            self._buffers.require_no_count_of_samples(piece.samples, chunk.batch_samples)
+        elif not self._options.replicated and chunk.samples is not None:
+            self._buffers.require_no_count_of_samples(piece.samples, chunk.samples)
 
     def _run_piece(
         self, step: Step, piece: PieceOfBatch, args: tuple[Any, ...], *, several: bool, is_last: bool
@@ -196,18 +213,24 @@ class Replicas(OneForward):
             reducing = self.run.ddp.no_sync()
         counting: AbstractContextManager[None] = nullcontext()
         if piece.samples == 0:
-            counting = uncounted(self.run.module)
-        weight = self.weight(batches.chunk)
+            counting = metrics_kept(self.run.module)
+        samples = self.weight(batches.chunk)
         self._log.samples = piece.samples
-        if weight is None and piece.samples > 0:
+        if samples is None and piece.samples > 0:
             self._log.samples = _samples_of_several_loaders(piece, batch)
-        if weight is not None:
-            weight = piece.samples
-        count_rows(counted=piece.samples > 0)
-        with reducing, counting:
+        if samples is not None:
+            samples = piece.samples
+        forward = Forward(
+            samples,
+            batches.without_samples,
+            step.reduction.exchanging,
+            normalizes_over_ranks=self._options.one_device and self.run.world.size > 1,
+            refusal=_REFUSED_IN_PIECES if self._in_pieces else "",
+        )
+        with reducing, counting, running(forward):
             with batches.computing("forward", piece):
                 output = step.forward(batch, *args)
-                output = step.reduction.read(output, weight, batch, is_last_piece=is_last)
+                output = step.reduction.read(output, batch, is_last_piece=is_last)
             if self.run.loop.skips_backward:
                 return mapped(output, _detached)  # a graph would be kept until the end of the step
             if not is_last:
@@ -215,10 +238,15 @@ class Replicas(OneForward):
                     step.backward()
         return output
 
+    def exchanging(self) -> AbstractContextManager[None]:
+        """Return the context in which batch norm of one device normalizes over all ranks."""
+        if self._options.one_device and self.run.world.size > 1:
+            return synchronized_batch_norm()
+        return nullcontext()
+
     def end_step(self) -> None:
         """Make the module's buffers those of the first piece, on all ranks. A collective operation."""
         self._buffers.end_step(self._buffers_from)
-        count_rows(counted=True)
 
     def on_evaluation_start(self) -> None:
         """Have evaluation log the values of the whole run. Batch norm normalizes each batch on its rank."""
@@ -231,13 +259,11 @@ class Replicas(OneForward):
         self._replace_for_training()
 
     def _replace_for_training(self) -> None:
-        """Serve what takes the samples of all ranks: batch norm of one device, and metrics."""
+        """Serve metrics, which take the samples of all ranks."""
         self._replacements.close()
         run = self.run
         if run.model is None or run.world.size == 1:
             return
-        if self._options.one_device:
-            self._replacements.enter_context(synchronized_batch_norm(run.world))
         # Ranks have list states of different lengths: one entry for each update, which are as many as pieces, or for
         # each sample.
         for metric in run.module.modules():
@@ -255,8 +281,7 @@ class Replicas(OneForward):
         return text
 
     def teardown(self) -> None:
-        """Restore the module's log, its metrics and batch norm."""
-        count_rows(counted=True)
+        """Restore the module's log, and its metrics."""
         self._replacements.close()
 
 

@@ -103,12 +103,6 @@ class Reports(Part):
             return self
         return None
 
-    def skipped(self) -> None:
-        """Observe the next step instead of this one, which all ranks skip."""
-        if self._is_in_window:
-            self._is_requested = True
-            self._end_window()
-
     def reduced(self, record: WindowRecord) -> None:
         """Report the step, once the gradients of its window are reduced. A collective operation."""
         # In manual optimization a training step may have more windows after the observed one.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gradavg._lightning.part import Run
+from lightning_gradavg._support.running import running_forward
 from lightning_gradavg.reduction.gradients import Backward
 from lightning_gradavg.reproducible.sum import Gradients, TreeSum
 
@@ -72,7 +73,7 @@ class ReplicaGradients:
             # They may be those of the last window, in memory that this window writes to.
             self._earlier = {key: gradient.clone() for key, gradient in self._earlier.items()}
             self._is_new = False
-        if backward.counts:
+        if not running_forward().stands_in:
             # Autograd adds to what earlier micro-batches of the window left for this replica.
             self._set_gradients(self._of_replicas.get(self._replica, {}))
 
@@ -87,7 +88,8 @@ class ReplicaGradients:
         self._set_gradients(self._earlier)
         self._earlier = {}
         replica = self._replica
-        if backward.counts:
+        # Not those of a stand-in, which are 0: they are no replica's, and another number of ranks has none.
+        if not running_forward().stands_in:
             self._of_replicas[replica] = computed
         if backward.is_in_last_step:
             self._add_to_tree(replica, is_last=backward.is_last_of_step)

@@ -1,0 +1,152 @@
+"""What a rank runs the backward of where its loss does not count: of a stand-in, of weight 0, or of no loss at all.
+
+Other ranks wait for this backward: in DDP's buckets, and in the backward of all that they exchanged with this rank.
+Through an exchange come the gradients of their losses, which count.
+
+| the loss             | its backward                                                                             |
+|----------------------|------------------------------------------------------------------------------------------|
+| has a graph          | that of its graph, from a gradient of 0. `pass_no_nan`: 0 times an infinite derivative   |
+|                      | is NaN, and so is 0 times a loss that is NaN                                             |
+| is None, or has none | that of `zero_loss`: zeros for every parameter, and for everything that was exchanged    |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+
+from lightning_gradavg._lightning.internals import after_backward, in_reentrant_checkpoint, stored
+from lightning_gradavg._support.running import OF_A_LOOP, running_forward
+
+__all__ = ["note_exchange", "pass_no_nan", "sparse_weights", "zero_loss"]
+
+_LEAF = "torch::autograd::AccumulateGrad"
+"""The name of the node that adds a gradient to a parameter's. It lives as long as the parameter does."""
+
+
+def pass_no_nan(root: Node) -> None:
+    """Have no function behind a node pass on a NaN, in the backward that has just begun at the node.
+
+    At every function, and not only where a gradient reaches a parameter or leaves the rank: the NaN of this rank's loss
+    would meet there, and destroy, what other ranks send back through `gather` or batch norm
+    (`test_ranks_uncounted.py`: rows that the loss reads on both ways). Infinity passes: it may be another rank's.
+    """
+    hooks: list[RemovableHandle] = []
+    for node in _nodes_behind(root):
+        hooks.append(node.register_hook(_without_nan))
+
+    def remove() -> None:
+        # The graph may have another loss, which counts, and keep its NaN.
+        for hook in hooks:
+            hook.remove()
+
+    after_backward(remove, remove)
+
+
+def _nodes_behind(root: Node) -> set[Node]:
+    """Return the functions whose backward runs after that of a node, without the leaves."""
+    found: set[Node] = set()
+    waiting: list[Node | None] = [node for node, _ in root.next_functions]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in found or node.name() == _LEAF:
+            continue
+        found.add(node)
+        waiting.extend(behind for behind, _ in node.next_functions)
+    return found
+
+
+def _without_nan(gradients: Sequence[Tensor | None], _: object) -> tuple[Tensor | None, ...]:
+    """Return what a function passes on, with 0 in place of NaN."""
+    with torch.profiler.record_function("GradAvg: pass no NaN"):
+        return tuple(_selected(gradient) for gradient in gradients)
+
+
+def _selected(gradient: Tensor | None) -> Tensor | None:
+    if gradient is None:
+        return None
+    # A copy: autograd may hold the tensor elsewhere. In place, the layout of sparse and sharded gradients stays.
+    selected = gradient.clone()
+    values = stored(selected)
+    values.masked_fill_(values.isnan(), 0)
+    return selected
+
+
+def note_exchange(name: str, begin_of_backward: Tensor) -> None:
+    """Note an exchange with other ranks in the forward that runs; nothing in a loop of the user's own.
+
+    Args:
+        name: What messages call it.
+        begin_of_backward: A tensor without data through which a loss reaches its backward.
+    """
+    forward = running_forward()
+    if forward is OF_A_LOOP:
+        return
+    if begin_of_backward.requires_grad:
+        forward.exchanged.append(begin_of_backward)
+    elif in_reentrant_checkpoint():
+        forward.hidden_exchanges.append(name)
+
+
+def sparse_weights(module: nn.Module) -> dict[int, Tensor]:
+    """Return the parameters of a module with sparse gradients, by `id`.
+
+    No attribute of a parameter says so. A layer of the user's own with sparse gradients is not found.
+    """
+    found: dict[int, Tensor] = {}
+    for submodule in module.modules():
+        if isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)) and submodule.sparse:
+            found[id(submodule.weight)] = submodule.weight
+    return found
+
+
+class _ZeroGradients(torch.autograd.Function):
+    """A number 0 that depends on some tensors, each with a gradient of 0.
+
+    A loss such as `0 * sum(p.sum() for p in parameters)` would read all parameters, be NaN if one of them is, and give
+    an embedding with sparse gradients a dense one, where DDP's reducer waits for a sparse one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, sparse: Container[int], *tensors: Tensor) -> Tensor:
+        ctx.tensors = tensors
+        ctx.is_sparse = [id(tensor) in sparse for tensor in tensors]
+        return torch.zeros((), device=tensors[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        gradients: list[Tensor] = []
+        for tensor, is_sparse in zip(ctx.tensors, ctx.is_sparse, strict=True):
+            if is_sparse:
+                gradients.append(_no_rows(tensor))
+            else:
+                gradients.append(torch.zeros_like(tensor))
+        return None, *gradients  # None for `sparse`
+
+
+def _no_rows(parameter: Tensor) -> Tensor:
+    """Return a sparse gradient without rows."""
+    values = parameter.new_empty((0, *parameter.shape[1:]))
+    indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    # The invariants hold by construction; checking them would wait for the device.
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+
+
+def zero_loss(parameters: Sequence[Tensor], sparse: Container[int], exchanged: Sequence[Tensor]) -> Tensor:
+    """Return a loss of 0 whose backward gives zeros to every trained parameter, and to all that was exchanged.
+
+    It runs the backward of each exchange once. Autograd runs the latest first, as on the other ranks.
+
+    Args:
+        parameters: The parameters of the model.
+        sparse: The `id` of each whose gradient is sparse.
+        exchanged: What `Forward.exchanged` holds.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    loss: Tensor = _ZeroGradients.apply(sparse, *trained, *exchanged)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return loss
