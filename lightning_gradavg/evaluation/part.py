@@ -321,10 +321,6 @@ class ExactEvaluation(Evaluation):
         """End the steps of this rank, for now."""
         running.state = _PassState.TOGETHER
         self._changed_in_steps.close()
-        for metric in self._computed.values():
-            # Torchmetrics returns a value that it has computed before. A rank that has not updated the metric since
-            # would not compute it with the others.
-            setattr(metric, COMPUTED, None)
 
     def _end_steps(self) -> None:
         """End the steps of the pass, and finish all loaders. A collective operation."""
@@ -352,6 +348,10 @@ class ExactEvaluation(Evaluation):
         index = running.finished
         running.finished += 1
         loader = running.loaders[index]
+        for metric in self._computed.values():
+            # Torchmetrics returns a value that it has computed before. A rank that has not updated the metric since
+            # would not compute it with the others.
+            setattr(metric, COMPUTED, None)
         entries: dict[str, Any] = {}
         if not self.run.trainer.predicting:
             place = running.loop.index_in_results(index)
