@@ -515,6 +515,12 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     on_predict_start = on_validation_start
 
     @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        # Lightning's first call with a batch of evaluation; hooks of the user come after it.
+        self._evaluation.begin_batch(dataloader_idx)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if self._evaluation.through_ddp:
             return super().validation_step(*args, **kwargs)
@@ -534,11 +540,16 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         | this rank ends apart | its own tensor |
         | the mean of integers | keeps its decimals, unlike Lightning's |
         | a mean in a step that some ranks have no samples in | over the ranks that have some |
-        | within an evaluation step that some ranks do not have | its own tensor; an error follows the pass |
+        | a value that is logged in a step of exact evaluation | its own tensor, which is the batch's |
+        | another tensor in such a step, without a group | an error |
         | any other | as in `DDPStrategy` |
         """
         if self._faults.ends_apart():
             return super().reduce(tensor, group, reduce_op)  # of `Collectives`, which answers locally
+        if group is None:
+            if self._evaluation.logs_step:
+                return tensor
+            require_gather_allowed()
         if averages_integers(tensor, reduce_op):
             return mean_of_integers(tensor, lambda wide: self.reduce(wide, group, reduce_op))
         forward = running_forward()
@@ -549,8 +560,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             counted = torch.zeros_like(tensor) if forward.stands_in else tensor
             total = super().reduce(counted, group, "sum")
             return total / max(len(ranks_with_samples), 1)
-        if group is None and self._evaluation.refuses_reduction():
-            return tensor
         return super().reduce(tensor, group, reduce_op)
 
     @override
@@ -558,9 +567,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         if self._faults.ends_apart():
             return super().all_gather(tensor, group, sync_grads)  # of `Collectives`, which answers locally
         require_gather_allowed()
-        # `LightningModule.all_gather` passes the group of all ranks for None.
-        if group in (None, dist.group.WORLD) and self._evaluation.refuses_reduction():
-            return tensor.expand(self.world_size, *tensor.shape)
         return super().all_gather(tensor, group, sync_grads)
 
     @override

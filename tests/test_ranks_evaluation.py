@@ -21,11 +21,12 @@ from orders import Sized
 from ranks import covering, grid, group_of, make_trainer, on_ranks
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
-from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
+from torchmetrics import CatMetric, MeanMetric, Metric, RunningMean, SumMetric
 from torchmetrics.utilities import dim_zero_cat
+from torchmetrics.wrappers import MinMaxMetric
 from toys import Toy, approx, make_loader
 
-from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy
+from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy, gather, global_mean
 from lightning_gradavg import fabric as of_fabric
 from lightning_gradavg._support.means import averages
 
@@ -123,6 +124,18 @@ class Lists(Metric):
         return dim_zero_cat(self.rows)[:, 1].sum() + torch.stack([one.sum() for one in self.objects]).sum()
 
 
+EXCHANGES: dict[str, Callable[[Any, Any], Any]] = {
+    "all_gather": lambda module, batch: module.all_gather(batch),
+    "gather": lambda module, batch: gather(batch),
+    "global_mean": lambda module, batch: global_mean(batch.sum(), len(batch)),
+    "reduce": lambda module, batch: module.trainer.strategy.reduce(batch.mean()),
+    "compute": lambda module, batch: (module.mean.update(batch), module.mean.compute()),
+    "a metric that exchanges": lambda module, batch: SumMetric(dist_sync_on_step=True)(batch),
+    "a wrapper that computes": lambda module, batch: MinMaxMetric(MeanMetric())(batch),
+    "a running mean": lambda module, batch: RunningMean().update(batch),
+}
+"""What a step cannot do, as other ranks may have no batch."""
+
 OF_RANK = {"own", "of_rank_0", "of_group_0"}
 """What is logged for the rank alone."""
 
@@ -137,7 +150,7 @@ class Net(LightningModule):
         self.sizes = sizes
         self.logs = logs
         self.group_0 = group_of((0,))
-        self.total = SumMetric(dist_sync_on_step=logs == "metric steps").set_dtype(torch.float64)
+        self.total = SumMetric().set_dtype(torch.float64)
         self.mean, self.cat = (kind().set_dtype(torch.float64) for kind in (MeanMetric, CatMetric))
         self.lists = Lists()
         self.seen: list[float] = []
@@ -158,6 +171,8 @@ class Net(LightningModule):
     def validation_step(self, batch, batch_idx, dataloader_idx=None):
         self.seen += batch.tolist()
         self.statistics.add(self.norm.running_mean.item())
+        if self.logs in EXCHANGES:
+            EXCHANGES[self.logs](self, batch)
         batch = batch + 0 * self.norm(batch.reshape(-1, 1)).sum()
         value = batch.mean()
         of_all = {"sync_dist": True, "batch_size": len(batch)}
@@ -185,8 +200,11 @@ class Net(LightningModule):
     def on_validation_batch_end(self, *args):
         if self.logs == "steps":
             self.steps.append(self.trainer.logged_metrics["stepped_step"].item())
-        if self.logs in ("steps", "gather"):
-            assert dist.get_world_size() == self.all_gather(torch.ones(())).numel()
+        if self.logs == "after a step":
+            self.all_gather(torch.ones(()))
+
+    def on_validation_epoch_start(self):
+        assert dist.get_world_size() == self.all_gather(torch.ones(())).numel()
 
     def on_validation_epoch_end(self):
         if self.kind != "several":
@@ -282,8 +300,10 @@ ROWS: list[Any] = [
     *((kind, (7, 2), what, 1, {}) for kind in ("shuffled", "several") for what in ("test", "predict")),
     # With return_predictions=False nothing is gathered.
     ("indexed", (10, 1), "predict", 3, {"call": {"return_predictions": False}}),
-    # In full rounds a value logged with on_step=True and sync_dist=True is the mean of its round.
-    *(("indexed", (6, 1), "validate", world_size, {"logs": "steps"}) for world_size in (2, 3)),
+    # The value of a step is that of its batch, with sync_dist=True, too.
+    *(("indexed", (5, 1), "validate", world_size, {"logs": "steps"}) for world_size in (2, 3)),
+    # A sanity check counts the batches of the run.
+    *((kind, (10, 1), "fit", 2, {"num_sanity_val_steps": 3}) for kind in ("workers", "stream")),
     # Cases 35 and 36: ranks with data of their own, uneven or missing; sums are divided by sums of counts, once.
     *(
         ("told", (of_ranks,), "validate", len(of_ranks), SHARED)
@@ -306,15 +326,17 @@ def test_every_sample_once_and_every_value_that_of_one_process(world, kind, size
     (alone,) = world(1).run(run, kind, sizes, what, alone=is_stock, **options)
     assert sorted(alone["seen"]) == sorted(value for rank in ranks for value in rank["seen"])
     passes = options.get("max_epochs", 1) // options.get("check_val_every_n_epoch", 1)
-    for name in {"metric", "stepped", "of_all"} & alone["values"].keys():
+    names = {"metric", "stepped", "of_all"} & alone["values"].keys()
+    if "num_sanity_val_steps" in options:
+        names = set()  # what it saw is in `seen`, and in no value
+    for name in names:
         by_hand = sum(alone["seen"]) / (passes if name == "of_all" else len(alone["seen"]))
         assert approx(by_hand, 1e-6) == alone["values"][name]
-    rounds = [fmean(alone["steps"][n : n + world_size]) for n in range(0, len(alone["steps"]), world_size)]
-    for rank in ranks:
+    for number, rank in enumerate(ranks):
         assert approx(alone["values"], 1e-6) == rank["values"]  # Lightning keeps some in float32
         assert ranks[0]["values"] == rank["values"]
         assert alone["predictions"] == rank["predictions"]
-        assert approx(rounds, 1e-6) == rank["steps"]
+        assert approx(alone["steps"][number::world_size], 1e-6) == rank["steps"]
     # In each pass all evaluate rank 0's buffers, as DDP's forward has them.
     assert len(set().union(*(rank["statistics"] for rank in ranks))) <= passes
 
@@ -330,14 +352,18 @@ def test_padded_samples_are_not_counted(world):
         assert [{"of_rank_0": 4.0, "of_group_0": 4.0}, *[{}] * (world_size - 1)] == [rank["own"] for rank in ranks]
 
 
-SHORT: Any = (("indexed", 5, {}), ("short", 1, {}), ("stream", 3, {"limit_val_batches": 4}), ("stream", 4, {}))
-REDUCES = covering(SHORT, ["steps", "gather", "metric steps"], [2, 4], strength=1)
 REFUSED: list[tuple[Any, ...]] = [
-    # Case 3: batches that may not fill the last round, known before or found in a stream that ends early.
-    *(
-        (kind, (size, 1), world_size, {"logs": logs, **options}, "RuntimeError", "on_epoch=True, which is reduced")
-        for (kind, size, options), logs, world_size in REDUCES
+    # Case 3: also where all ranks have a batch in each step, so that it does not depend on the data.
+    *covering(
+        ["indexed", "stream"],
+        [(3, 1), (4, 1)],
+        [2],
+        [{"logs": logs} for logs in [*EXCHANGES, "after a step"] if logs != "a running mean"],
+        ["RuntimeError"],
+        ["are refused in an evaluation step"],
+        strength=1,
     ),
+    ("indexed", (3, 1), 2, {"logs": "a running mean"}, "RuntimeError", "RunningMean is updated in an evaluation step"),
     ("together", (4, 1), 2, {}, "ValueError", "Use 'sequential'"),
     ("indexed", (4, 2), 2, {"limit_val_batches": 0.1}, "MisconfigurationException", "limit_val_batches"),
     ("differing", (4, 1), 2, {}, "RuntimeError", "sharded_by_rank = True"),

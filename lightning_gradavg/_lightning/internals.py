@@ -328,9 +328,17 @@ class EvaluationPass:
         self.loaders: list[Any] = list(combined.flattened)
 
     @property
-    def begun(self) -> bool:
-        """Whether a batch was taken."""
-        return bool(self._loop.batch_progress.current.ready)
+    def results(self) -> dict[str, _ResultMetric]:
+        """What was logged, by Lightning's key."""
+        # Private: `_EvaluationLoop._results` (L). Without it exact evaluation fails at the end of a loader.
+        results: dict[str, _ResultMetric] = self._loop._results
+        return results
+
+    def index_in_results(self, loader_index: int) -> int | None:
+        """Return the index of a loader in what is logged: None of a single loader, whose keys then have no suffix."""
+        if len(self.loaders) == 1:
+            return None
+        return loader_index
 
     @property
     def predictions(self) -> list[list[Any]]:
@@ -341,64 +349,62 @@ class EvaluationPass:
         predictions: list[list[Any]] = self._loop._predictions
         return predictions
 
-    def compute_at_end(self, complete: Callable[[dict[str, Any]], None]) -> None:
-        """Compute the results of all loaders at the end, after `complete` got what was logged, by key.
+    def call_at_end(self, end: Callable[[], None]) -> None:
+        """Call `end` after the last batch, before the hooks at the end; `store_results` is left to the caller.
 
-        Stock computes each loader's after it, so that ranks without a batch of one compute fewer than the others.
+        Stock computes what was logged of a loader after the last batch that it has of it. A rank without a batch would
+        compute less than the others.
         """
-        # Private: `_EvaluationLoop.on_run_end`, `_store_dataloader_outputs`, `_results`, `_logged_outputs` and
-        # `Trainer._logger_connector` (L). Without `_store_dataloader_outputs`, results are computed twice; without
-        # another one, exact evaluation fails at the end of a pass.
+        # Private: `_EvaluationLoop.on_run_end` and `_store_dataloader_outputs` (L). Without the former, exact
+        # evaluation fails at the end of a pass; without the latter, results are stored twice.
         loop = self._loop
-        connector = self._trainer._logger_connector
 
-        def end() -> Any:
-            complete(loop._results)
-            count = loop.num_dataloaders
-            indices: Iterable[int | None] = range(count)
-            if count == 1:
-                indices = [None]  # as Lightning numbers a single loader, whose keys then have no suffix
-            for index in indices:
-                loop._results.dataloader_idx = index
-                loop._logged_outputs.append(connector.update_eval_epoch_metrics())
+        def end_run() -> Any:
+            end()
             _restore(loop)
             return loop.on_run_end()
 
-        loop._store_dataloader_outputs = connector.epoch_end_reached
-        loop.on_run_end = end
+        loop._store_dataloader_outputs = lambda: None
+        loop.on_run_end = end_run
+
+    def store_results(self, loader_index: int) -> None:
+        """Compute what was logged of a loader, unless it is computed already, and have the Trainer return it."""
+        # Private: `_EvaluationLoop._results`, `_logged_outputs` and `Trainer._logger_connector` (L). Without them
+        # exact evaluation fails at the end of a loader.
+        loop = self._loop
+        connector = self._trainer._logger_connector
+        loop._results.dataloader_idx = self.index_in_results(loader_index)
+        connector.epoch_end_reached()
+        loop._logged_outputs.append(connector.update_eval_epoch_metrics())
 
 
 def _restore(loop: Any) -> None:
-    """Undo `compute_at_end`: the methods of the class show again."""
+    """Undo `call_at_end`: the methods of the class show again."""
     for name in ("on_run_end", "_store_dataloader_outputs"):
         vars(loop).pop(name, None)
 
 
 def restore_evaluation_loops(trainer: Any) -> None:
     """Leave the loops as they were, even if their evaluation failed."""
-    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+    for loop in (
+        trainer.fit_loop.epoch_loop.val_loop,
+        trainer.validate_loop,
+        trainer.test_loop,
+        trainer.predict_loop,
+    ):
         _restore(loop)
 
 
-def neutral(entry: _ResultMetric) -> _ResultMetric:
-    """Return what adds nothing to other ranks' values of what was logged. To be sent, it lacks what reduces it."""
-    # Private: `_ResultMetric`, its `meta._sync` and `_update_count` (L, M). Without them exact evaluation fails where a
-    # rank has no batch.
+def sendable(entry: _ResultMetric) -> _ResultMetric:
+    """Return a copy of what was logged that can be sent: on the CPU, and without what reduces it, or its metric."""
+    # Private: `_ResultMetric` and its `meta._sync` (L). Without them exact evaluation fails where something is logged.
     meta = entry.meta
     sync = type(meta.sync)(_should=meta.sync.should)
-    neutral_entry = type(entry)(replace(meta, _sync=sync), entry.is_tensor)
-    neutral_entry._update_count = 1
-    vars(neutral_entry).setdefault("value", None)  # of a metric, whose text is pickled
-    for state in neutral_entry.metric_state:
-        dtype = getattr(entry, state).dtype
-        setattr(neutral_entry, state, getattr(neutral_entry, state).to(dtype))
-    return neutral_entry
-
-
-def reduce_by(entry: _ResultMetric, reduce: Callable[..., Any]) -> None:
-    """Have a value that was sent be reduced as those that were logged; Lightning compares this in the next epoch."""
-    # Private: `_Metadata.sync` (L). Without it a rank without a batch fails in exact evaluation.
-    entry.meta.sync = type(entry.meta.sync)(_should=entry.meta.sync.should, fn=reduce)
+    copy = type(entry)(replace(meta, _sync=sync), entry.is_tensor)
+    vars(copy).setdefault("value", None)  # of a metric, whose text is pickled
+    for state in copy.metric_state:
+        setattr(copy, state, getattr(entry, state).cpu())
+    return copy
 
 
 # Private: `Metric._sync_dist` and `Metric._reductions` (M). Without them exact evaluation fails where a metric is

@@ -103,8 +103,8 @@ class _DealtSampler(Shows):
         digest: Of all that the sampler yielded in the pass that runs, or ran last.
     """
 
-    def __init__(self, sampler: Any, limit: int | None, world: World, key: StreamKey) -> None:
-        """Deal what a sampler yields, or its first `limit` items."""
+    def __init__(self, sampler: Any, limit: Callable[[], int | None], world: World, key: StreamKey) -> None:
+        """Deal what a sampler yields, or as many of its first items as `limit` returns when a pass begins."""
         super().__init__(sampler)
         self._limit = limit
         self._world = world
@@ -115,7 +115,7 @@ class _DealtSampler(Shows):
         # All ranks ask their samplers from one stream, so all have the same order. It is drawn at once: between
         # the batches other streams are drawn from. `limit_*_batches` counts batches before they are dealt.
         with drawing_from(self._key("order")):
-            batches = [_as_yielded(batch) for batch in islice(self._shown, self._limit)]
+            batches = [_as_yielded(batch) for batch in islice(self._shown, self._limit())]
         self.digest = data_digest(batches)
         noted = forget_noted_indices(self._shown)
         for number in range(self._world.rank, len(batches), self._world.size):
@@ -124,8 +124,9 @@ class _DealtSampler(Shows):
 
     def __len__(self) -> int:
         length = len(self._shown)
-        if self._limit is not None:
-            length = min(length, self._limit)
+        limit = self._limit()
+        if limit is not None:
+            length = min(length, limit)
         return _length_of_share(length, self._world.rank, self._world.size)
 
 
@@ -162,16 +163,12 @@ class EvaluationLoader(LoaderWrapper):
     likes.
 
     Attributes:
-        lengths: Each rank's number of batches to evaluate; None if some rank does not know.
-        ranks_without_batch: The ranks that will have no batch, as far as lengths tell.
         is_empty: Whether this rank has no batch in that pass: known from the start, or at its end.
         is_dealt: Whether the batches are dealt; if not, the user shares out the data.
     """
 
     is_dealt: bool
-    lengths: list[int] | None
     is_empty: bool
-    ranks_without_batch: list[int]
 
     def __init__(
         self,
@@ -183,6 +180,7 @@ class EvaluationLoader(LoaderWrapper):
         *,
         is_dealt: bool,
         counts: Sequence[float],
+        most: Callable[[], float],
     ) -> None:
         """Take this rank's batches of a loader.
 
@@ -195,6 +193,7 @@ class EvaluationLoader(LoaderWrapper):
             is_dealt: As the attribute.
             counts: How many batches each rank's loader has, as far as they are to be evaluated; infinity if it does
                 not say. They are equal if the batches are dealt.
+            most: Returns how many batches a pass evaluates at most, if they are dealt: a sanity check has a limit.
         """
         reading = _Reading.DEALT_BATCHES
         if not is_dealt:
@@ -206,25 +205,39 @@ class EvaluationLoader(LoaderWrapper):
         self._streams = streams
         self._key = key
         self._drawing_order = drawing_order
-        self._limit = None if counts[world.rank] == math.inf else int(counts[world.rank])
+        self._counts = counts
+        self._most = most
         self._sampler: _DealtSampler | None = None  # of the pass that runs, or ran last
         self.is_dealt = is_dealt
         self._world = world
-        self.lengths = self._lengths(counts)
         self._stream_record = StreamRecord(0, b"")
         self.is_empty = False
-        self.ranks_without_batch: list[int] = []
-        if self.lengths is not None and self._reading is not _Reading.DEALT_BATCHES:
-            self.ranks_without_batch = [rank for rank, length in enumerate(self.lengths) if length == 0]
 
-    def _lengths(self, counts: Sequence[float]) -> list[int] | None:
-        """Return each rank's number of batches to evaluate; None if some rank does not know."""
-        if math.inf in counts:
+    def _limit(self) -> int | None:
+        """Return how many batches this rank reads of its loader, or all ranks of one that is dealt; None for all."""
+        limit = self._counts[self._world.rank]
+        if self.is_dealt:
+            limit = min(limit, self._most())
+        if limit == math.inf:
+            return None
+        return int(limit)
+
+    def _lengths(self, most: float) -> list[int] | None:
+        """Return each rank's number of batches, if at most so many are dealt; None if some rank does not know."""
+        if math.inf in self._counts:
             return None
         if self.is_dealt:
-            length = int(counts[0])
+            length = int(min(self._counts[0], most))
             return [_length_of_share(length, rank, self._world.size) for rank in range(self._world.size)]
-        return [int(length) for length in counts]
+        return [int(count) for count in self._counts]
+
+    @property
+    def ranks_without_batch(self) -> list[int]:
+        """The ranks that have no batch in the pass at hand, as far as lengths tell."""
+        lengths = self._lengths(self._most())
+        if lengths is None or self._reading is _Reading.DEALT_BATCHES:
+            return []
+        return [rank for rank, length in enumerate(lengths) if length == 0]
 
     @property
     def stream_record(self) -> StreamRecord:
@@ -232,14 +245,6 @@ class EvaluationLoader(LoaderWrapper):
         if self._sampler is not None:
             return StreamRecord(0, self._sampler.digest)
         return self._stream_record
-
-    @property
-    def uneven(self) -> bool:
-        """Whether some rank may have no batch in some step."""
-        # A stream may be shorter than it says.
-        if self._reading is _Reading.DEALT_BATCHES or self.lengths is None:
-            return True
-        return len(set(self.lengths)) > 1
 
     def __iter__(self) -> Iterator[Any]:
         self._stream_record = StreamRecord(0, b"")
@@ -253,11 +258,11 @@ class EvaluationLoader(LoaderWrapper):
         if self._reading is _Reading.DEALT_INDICES:
             return self._evaluated(self._loaded(batches))
         # What a reader draws in this process goes on from batch to batch.
-        batches = self._read_apart(islice(batches, self._limit))
+        batches = self._read_apart(islice(batches, self._limit()))
         if self._reading is _Reading.DEALT_BATCHES:
             return self._noting_whether_empty(self._evaluated(self._dealt(batches)))
         numbered = enumerate(batches, start=self._world.rank * _MANY)
-        if self.lengths is None:
+        if math.inf in self._counts:
             return self._noting_whether_empty(self._evaluated(numbered))
         return self._evaluated(numbered)
 
@@ -331,10 +336,12 @@ class EvaluationLoader(LoaderWrapper):
             yield from local_batches
 
     def __len__(self) -> int:
-        if self.lengths is None:
+        # Without the limit of a sanity check: Lightning asks once for all passes.
+        lengths = self._lengths(math.inf)
+        if lengths is None:
             raise TypeError(f"{type(self.loader).__name__} has no length on some rank")
         # The same on all ranks: of a length of 0, Lightning skips the loop on this rank alone, or refuses the loader.
-        return max(self.lengths)
+        return max(lengths)
 
 
 def require_each_once(sampler: DistributedSampler[Any], world_size: int) -> None:

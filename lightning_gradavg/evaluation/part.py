@@ -1,14 +1,13 @@
 """Evaluation that sees each sample exactly once, on any world size.
 
 The loaders are dealt (`lightning_gradavg.evaluation.dealt`), so a rank may have fewer batches than another, or none.
-What follows from that is done here:
+Each batch is evaluated whole, by one rank, as one process would evaluate it. What follows from that is done here:
 
-* no step runs through DDP, whose forward broadcasts buffers: all ranks take rank 0's once, at the start;
-* what is reduced or gathered within a step, such as `self.log(on_step=True, sync_dist=True)`, is refused where some
-  ranks may have no batch then: at the end of the pass, where no rank waits for another;
-* Lightning and torchmetrics reduce what was logged key by key and state by state, in the order in which a rank has it.
-  Before that, the ranks agree on keys and order, take over what they lack with its neutral value, and gather lists of
-  any length;
+* within steps, ranks exchange nothing: no step runs through DDP, whose forward broadcasts buffers (all ranks take rank
+  0's once, at the start); the value of a step is that of its batch; and what is reduced or gathered there is an error;
+* after the last batch of each loader, ranks send each other what they have logged of it, and merge it. A rank that
+  lacks some of it takes it over from the others;
+* metrics merge their states wherever they are computed (`lightning_gradavg.evaluation.metrics`);
 * predictions are put back into the order of the loader;
 * hooks at the end of a pass find nothing on a rank that had no batch: a line names such ranks, and so does an error of
   such a rank.
@@ -16,45 +15,44 @@ What follows from that is done here:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from types import MethodType
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
-from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_gradavg._lightning.internals import (
     COMPUTED,
-    REDUCTIONS,
-    SYNC,
-    UPDATES,
     EvaluationPass,
     broadcast_from_first,
     injects_samplers,
     limited_batches,
-    neutral,
-    reduce_by,
     restore_evaluation_loops,
+    sendable,
     set_injection_of_samplers,
 )
 from lightning_gradavg._lightning.loaders import distributed_sampler, is_sharded, length_of, user_loader
 from lightning_gradavg._lightning.methods import replaced
 from lightning_gradavg._lightning.part import Part, Run, Saved
-from lightning_gradavg._support.collectives import World
 from lightning_gradavg._support.random_state import RandomState, random_state, stream_key
 from lightning_gradavg._support.text import on_ranks
 from lightning_gradavg.batches.streams import run_seed
 from lightning_gradavg.evaluation.dealt import EvaluationLoader, EvaluationStreams, StreamRecord, require_each_once
+from lightning_gradavg.evaluation.metrics import merged_over_ranks, running_refused
 from lightning_gradavg.faults.failure_reports import is_broken_exchange
+from lightning_gradavg.reduction.gather import gather_refused
 
-__all__ = ["Evaluation", "ExactEvaluation", "gathers_lists"]
+__all__ = ["Evaluation", "ExactEvaluation"]
 
 _STAGES: Mapping[str, RunningStage] = {
     "val": RunningStage.VALIDATING,
@@ -64,10 +62,10 @@ _STAGES: Mapping[str, RunningStage] = {
 """The stages of evaluation, by the name that `Part.prepare_loaders` gets."""
 
 _REFUSED = (
-    "something is reduced or gathered over the ranks within an evaluation step (self.log with on_step=True and"
-    " sync_dist=True, self.all_gather, or a metric with dist_sync_on_step=True), but with exact evaluation some ranks"
-    " may have no batch in a step. Log with on_step=False, on_epoch=True, which is reduced once at the end; gather in"
-    " on_validation_epoch_end; or leave exact_evaluation out."
+    "gather, global_mean, self.all_gather, strategy.reduce, and a metric that is computed over the ranks (by compute(),"
+    " dist_sync_on_step=True, or the forward of a wrapper such as MinMaxMetric) are refused in an evaluation step: with"
+    " exact evaluation each batch is evaluated whole, by one rank, and other ranks may have none. Update metrics in the"
+    " step; compute them, and gather, in on_validation_epoch_end or its like for test and prediction"
 )
 _DIFFERENT = (
     "evaluation loader {} does not yield the same batches on all ranks, so some were left out and others evaluated more"
@@ -86,14 +84,15 @@ class Evaluation(Part):
     Attributes:
         through_ddp: Whether a validation step may run through DDP, whose forward broadcasts buffers.
         prepares: Whether the loaders that Lightning prepares now are evaluation loaders, to be processed here.
+        logs_step: Whether a value is being logged whose step is that of this rank alone.
     """
 
     through_ddp: bool = True
     prepares: bool = False
+    logs_step: bool = False
 
-    def refuses_reduction(self) -> bool:
-        """Return whether what is about to be reduced over the ranks is left as it is, and refused later."""
-        return False
+    def begin_batch(self, loader_index: int) -> None:
+        """Begin with a batch of a loader, before any hook sees it. Other ranks may have none."""
 
     def own_state(self) -> RandomState:
         """Return the own random state of the process."""
@@ -106,8 +105,8 @@ class Evaluation(Part):
 class _PassState(Enum):
     """Where a pass over the evaluation loaders is. `ExactEvaluation` has the table."""
 
-    STEPS = "evaluates batches"
-    END = "has no batch left"
+    TOGETHER = "all ranks run the same hooks"
+    STEPS = "each rank evaluates its batches"
 
 
 @dataclass
@@ -115,21 +114,21 @@ class _Pass:
     """One pass over the evaluation loaders."""
 
     loop: EvaluationPass
-    state: _PassState = _PassState.STEPS
-    has_refused: bool = False  # whether a step on this rank has reduced something, which is an error at the end
+    state: _PassState = _PassState.TOGETHER
+    finished: int = 0  # loaders whose batches are evaluated, and whose results are stored
+    taken_over: list[str] = field(default_factory=list)  # keys of what only other ranks have logged
 
     @property
     def loaders(self) -> Sequence[EvaluationLoader]:
         return self.loop.loaders
 
 
-class _PassOfRank(NamedTuple):
-    """What a rank tells the others at the end of a pass."""
+class _LoaderOfRank(NamedTuple):
+    """What a rank tells the others after its last batch of a loader."""
 
-    has_refused: bool
-    stream_records: list[StreamRecord]  # of each loader
-    empty: list[bool]  # of each loader, whether the rank had no batch of it
-    entries: dict[str, Any]  # what was logged for all ranks, by Lightning's key, with neutral values
+    stream_record: StreamRecord
+    is_empty: bool  # whether the rank had no batch of it
+    entries: dict[str, Any]  # what was logged for all ranks, by Lightning's key
 
 
 class ExactEvaluation(Evaluation):
@@ -141,30 +140,30 @@ class ExactEvaluation(Evaluation):
     2. `prepare_loaders` before Lightning prepares loaders, and `process_dataloader` for each evaluation loader. In
        `fit` this comes once, unless loaders are reloaded.
     3. `on_evaluation_start` begins a pass.
-    4. `refuses_reduction` for whatever is reduced over the ranks.
-    5. `_complete` after the last batch, before Lightning computes what was logged.
-    6. `on_evaluation_end`, after the hooks at the end of the pass. Then 2, 3 or 7 may come next.
+    4. `begin_batch` before each batch. After the last one of each loader, `_finish_loader`, on all ranks in one order.
+    5. `_end_steps` after the last batch, before the hooks at the end.
+    6. `on_evaluation_end`, after these hooks. Then 2, 3 or 7 may come next.
     7. `teardown`. If an exception ends the run, `explain` comes before it, in any state.
 
-    | `_pass.state` | from                  | what is reduced over the ranks                                     |
-    |---------------|-----------------------|--------------------------------------------------------------------|
-    | no pass       | `on_evaluation_end`   | is none of evaluation's concern                                    |
-    | `STEPS`       | `on_evaluation_start` | is refused if some rank may have no batch in the step              |
-    | `END`         | `_complete`           | is reduced: all ranks run the same hooks, in which they may log    |
+    | `_pass.state` | from                                | what is reduced or gathered over the ranks           |
+    |---------------|-------------------------------------|------------------------------------------------------|
+    | no pass       | `on_evaluation_end`                 | is none of evaluation's concern                      |
+    | `TOGETHER`    | `on_evaluation_start`, `_end_steps` | goes through, and metrics merge their states         |
+    | `STEPS`       | `begin_batch`                       | is an error; `self.log` logs the value of the batch   |
 
-    Lightning logs nothing in prediction and computes nothing at its end. There `on_evaluation_end` itself does what
-    `_complete` does for the other stages, and gathers the predictions.
+    A rank without a batch never leaves `TOGETHER`.
     """
 
     def __init__(self, drawing_order: Callable[[], AbstractContextManager[None]]) -> None:
         """Deal the loaders; seeds of workers are drawn within `drawing_order`, which keeps the order of training."""
         self._drawing_order = drawing_order
         self._loaded_seed: int | None = None  # of a checkpoint that the next run resumes
+        # Metrics that were computed over the ranks, by identity: they have other notions of equality.
+        self._computed = WeakValueDictionary[int, Metric]()
 
     _pass: _Pass | None = None
     _stage: RunningStage  # of the loaders that were prepared last
     _limit: float  # the user's `limit_*_batches` of that stage
-    _metrics: Sequence[Metric] = ()  # of the pass, those that are reduced over all ranks
 
     def setup(self, run: Run) -> None:
         """Forget an earlier run."""
@@ -183,7 +182,8 @@ class ExactEvaluation(Evaluation):
         self._loaders_of_stage = 0  # that are processed
         self._said: set[str] = set()  # lines about ranks without a batch
         self._changed_options = ExitStack()  # of the Trainer, while it prepares loaders
-        self._changed_metrics = ExitStack()  # in a pass
+        self._changed_in_pass = ExitStack()
+        self._changed_in_steps = ExitStack()
 
     def prepare_loaders(self, stage: str) -> None:
         """Keep Lightning from limiting the batches of evaluation loaders, and from replacing their samplers.
@@ -238,7 +238,14 @@ class ExactEvaluation(Evaluation):
             self._drawing_order,
             is_dealt=is_dealt,
             counts=counts,
+            most=self._most_batches,
         )
+
+    def _most_batches(self) -> float:
+        """Return how many batches of a loader the pass at hand evaluates at most, on all ranks together."""
+        if self.run.trainer.sanity_checking:
+            return self.run.trainer.num_sanity_val_steps
+        return math.inf
 
     def _key(self, position: int, what: str, *number: int) -> bytes | None:
         """Return the key of a stream of a loader in the pass at hand; None where a user looks at the data."""
@@ -270,19 +277,58 @@ class ExactEvaluation(Evaluation):
                 " not: of each, another number of batches is dealt. Use 'sequential', or leave exact_evaluation out."
             )
         self._pass = _Pass(loop)
-        self._name_ranks_without_batch([loader.ranks_without_batch for loader in loop.loaders])
+        for index, loader in enumerate(loop.loaders):
+            self._name_ranks_without_batch(index, loader.ranks_without_batch)
         self._broadcast_buffers()
-        self._metrics = [
-            module
-            for module in self.run.module.modules()
-            if isinstance(module, Metric) and module.process_group is None
-        ]
-        for metric in self._metrics:
-            # Torchmetrics returns a value that it has computed before. Then this rank would not reduce with the others.
-            setattr(metric, COMPUTED, None)
-            self._changed_metrics.enter_context(gathers_lists(metric, self.run.world, self.refuses_reduction))
-        if not self.run.trainer.predicting:
-            loop.compute_at_end(self._complete)
+        self._changed_in_pass.enter_context(merged_over_ranks(Metric, self.run.world, self._computed))
+        # Ranks compute a metric together, also one that only others have updated.
+        self._changed_in_pass.enter_context(replaced(Metric, "update_called", property(self._is_computable)))
+        self._changed_in_pass.enter_context(replaced(LightningModule, "log", self._log_of_step(LightningModule.log)))
+        loop.call_at_end(self._end_steps)
+
+    def _is_computable(self, metric: Metric) -> bool:
+        """Return what a metric says of whether it was updated."""
+        together = self._pass is not None and self._pass.state is _PassState.TOGETHER
+        return together or metric.update_count > 0
+
+    def _log_of_step(self, log: Callable[..., None]) -> Callable[..., None]:
+        """Return Lightning's `log`, which within a step logs the value of its batch, as one process does."""
+
+        def logged(module: LightningModule, *args: Any, **kwargs: Any) -> None:
+            self.logs_step = self._pass is not None and self._pass.state is _PassState.STEPS
+            try:
+                log(module, *args, **kwargs)
+            finally:
+                self.logs_step = False
+
+        return logged
+
+    def begin_batch(self, loader_index: int) -> None:
+        """Begin with a batch, and finish the loaders before it. A collective operation if there are some."""
+        running = self._pass
+        if running is None:
+            return
+        if running.finished < loader_index:
+            self._be_together(running)
+        while running.finished < loader_index:
+            self._finish_loader(running)
+        if running.state is _PassState.TOGETHER:
+            running.state = _PassState.STEPS
+            self._changed_in_steps.enter_context(gather_refused(_REFUSED))
+            self._changed_in_steps.enter_context(running_refused())
+
+    def _be_together(self, running: _Pass) -> None:
+        """End the steps of this rank, for now."""
+        running.state = _PassState.TOGETHER
+        self._changed_in_steps.close()
+
+    def _end_steps(self) -> None:
+        """End the steps of the pass, and finish all loaders. A collective operation."""
+        running = self._pass
+        assert running is not None
+        self._be_together(running)
+        while running.finished < len(running.loaders):
+            self._finish_loader(running)
 
     def own_state(self) -> RandomState:
         """Return the own random state of the process, which is kept aside within a pass."""
@@ -297,57 +343,73 @@ class ExactEvaluation(Evaluation):
         with torch.profiler.record_function("GradAvg: broadcast buffers"):
             broadcast_from_first(buffers, model.process_group)
 
-    def refuses_reduction(self) -> bool:
-        """Return whether what is about to be reduced over the ranks is left as it is, and refused at the end.
-
-        An error here would leave the ranks that have a batch waiting for this one, and those without would not hear of
-        it.
-        """
-        running = self._pass
-        if running is None or running.state is not _PassState.STEPS or not running.loop.begun:
-            return False
-        if not any(loader.uneven for loader in running.loaders):
-            return False
-        running.has_refused = True
-        return True
-
-    def _end_steps(self, running: _Pass, entries: dict[str, Any]) -> list[dict[str, Any]]:
-        """End the steps of a pass: return every rank's entries, or raise on all ranks what is wrong with the pass.
-
-        A collective operation.
-        """
-        # Also before an error is raised: the pass has no step left in which a reduction would have to be refused.
-        running.state = _PassState.END
-        loaders = running.loaders
-        local = _PassOfRank(
-            has_refused=running.has_refused,
-            stream_records=[loader.stream_record for loader in loaders],
-            empty=[loader.is_empty for loader in loaders],
-            entries=entries,
-        )
-        of_ranks: list[_PassOfRank] = self.run.world.gather_objects(local)
-        if any(rank.has_refused for rank in of_ranks):
-            raise RuntimeError(_REFUSED)
-        for index in range(len(loaders)):
-            records = {rank.stream_records[index] for rank in of_ranks}
-            if len(records) > 1:
-                raise RuntimeError(_DIFFERENT.format(index))
+    def _finish_loader(self, running: _Pass) -> None:
+        """Finish the next loader: store the results of all ranks, or raise on all of them. A collective operation."""
+        index = running.finished
+        running.finished += 1
+        loader = running.loaders[index]
+        for metric in self._computed.values():
+            # Torchmetrics returns a value that it has computed before. A rank that has not updated the metric since
+            # would not compute it with the others.
+            setattr(metric, COMPUTED, None)
+        entries: dict[str, Any] = {}
+        if not self.run.trainer.predicting:
+            place = running.loop.index_in_results(index)
+            for key, entry in running.loop.results.items():
+                if entry.meta.dataloader_idx == place and _is_of_all_ranks(entry):
+                    entries[key] = sendable(entry)
+        ranks = self.run.world.gather_objects(_LoaderOfRank(loader.stream_record, loader.is_empty, entries))
+        if len({rank.stream_record for rank in ranks}) > 1:
+            raise RuntimeError(_DIFFERENT.format(index))
         # The length of a stream is known only now.
-        ranks_without_batch: list[list[int]] = []
-        for index in range(len(loaders)):
-            ranks_without_batch.append([number for number, rank in enumerate(of_ranks) if rank.empty[index]])
-        self._name_ranks_without_batch(ranks_without_batch)
-        return [rank.entries for rank in of_ranks]
+        self._name_ranks_without_batch(index, [number for number, rank in enumerate(ranks) if rank.is_empty])
+        if not self.run.trainer.predicting:
+            self._compute(running, entries, [rank.entries for rank in ranks])
+            running.loop.store_results(index)
 
-    def _name_ranks_without_batch(self, ranks_without_batch: Sequence[Sequence[int]]) -> None:
-        """Log a line, once in a run, for each loader of which some ranks have no batch."""
-        for index, ranks in enumerate(ranks_without_batch):
-            if not ranks:
-                continue
-            line = self._line_about(index, ranks)
-            if line not in self._said:
-                self._said.add(line)
-                rank_zero_info(f"GradAvgStrategy: {line}")
+    def _compute(
+        self, running: _Pass, local_entries: dict[str, Any], entries_of_ranks: Sequence[dict[str, Any]]
+    ) -> None:
+        """Compute what was logged, over all ranks. A collective operation if there are metrics."""
+        entries: dict[str, list[Any]] = {}  # by key, in an order that is the same on all ranks
+        for entries_of_rank in entries_of_ranks:
+            for key, entry in entries_of_rank.items():
+                entries.setdefault(key, []).append(entry)
+        results = running.loop.results
+        module = self.run.module
+        for key, of_ranks in entries.items():
+            if key not in local_entries:
+                results[key] = of_ranks[0]
+                running.taken_over.append(key)
+                if not results[key].is_tensor:
+                    results[key].value = self._metric_of(of_ranks[0].meta)
+            if results[key].is_tensor:
+                # Lightning does not compute what has a value.
+                setattr(results[key], COMPUTED, _value_over_ranks(of_ranks).to(module.device))
+            else:
+                results[key].compute()
+
+    def _metric_of(self, meta: Any) -> Metric:
+        """Return the metric of this module that another rank has logged."""
+        try:
+            metric = self.run.module.get_submodule(meta.metric_attribute)
+        except AttributeError as error:
+            raise RuntimeError(
+                f"another rank has logged the metric {meta.name!r}, and this one, which had no batch, does not find it:"
+                f" metric_attribute={meta.metric_attribute!r} is no attribute of the LightningModule. Make the metric"
+                " one, or log the value of its compute() in on_validation_epoch_end."
+            ) from error
+        assert isinstance(metric, Metric)
+        return metric
+
+    def _name_ranks_without_batch(self, loader_index: int, ranks: Sequence[int]) -> None:
+        """Log a line, once in a run, if some ranks have no batch of a loader."""
+        if not ranks:
+            return
+        line = self._line_about(loader_index, ranks)
+        if line not in self._said:
+            self._said.add(line)
+            rank_zero_info(f"GradAvgStrategy: {line}")
 
     def _line_about(self, loader_index: int, ranks: Sequence[int]) -> str:
         """Return the line that names the ranks without a batch of a loader."""
@@ -375,60 +437,22 @@ class ExactEvaluation(Evaluation):
         if lines:
             exception.args = ("\n".join([str(exception), *lines]),)
 
-    def _complete(self, results: dict[str, Any]) -> None:
-        """Make Lightning's results hold the same keys in the same order on all ranks, before they are computed.
-
-        Lightning computes them in their order, and each is a collective operation. What this rank lacks gets a value
-        that changes nothing in the reduction. A collective operation.
-
-        Args:
-            results: Lightning's `_ResultMetric` of everything that was logged, by key.
-        """
-        assert self._pass is not None
-        neutral_entries = {key: neutral(entry) for key, entry in results.items() if _is_of_all_ranks(entry)}
-        entries: dict[str, Any] = {}
-        for of_rank in self._end_steps(self._pass, neutral_entries):
-            entries.update(of_rank)  # in rank order, so the order of keys is the same on all ranks
-        # This rank's value of each key, or a neutral one of a key that only other ranks have.
-        completed: dict[str, Any] = {}
-        for key, entry in entries.items():
-            if key in neutral_entries:
-                completed[key] = results[key]
-            else:
-                completed[key] = self._take_over(entry)
-        for key, entry in results.items():
-            # What is not of all ranks comes last: it delays no other rank.
-            completed.setdefault(key, entry)
-        results.clear()
-        results.update(completed)
-        for metric in self._metrics:
-            if not metric.update_called:
-                # Torchmetrics would warn about computing it, although other ranks have updated it.
-                self._changed_metrics.callback(setattr, metric, UPDATES, 0)
-                setattr(metric, UPDATES, 1)
-
-    def _take_over(self, entry: Any) -> Any:
-        """Make another rank's neutral entry, which was sent, one of this rank's results."""
-        module = self.run.module
-        reduce_by(entry, module.trainer.strategy.reduce)
-        entry.to(module.device)
-        if not entry.is_tensor:
-            # A metric is not sent, only its name. Lightning refuses to log one that is not an attribute of the module.
-            entry.value = module.get_submodule(entry.meta.metric_attribute)
-        return entry
-
     def on_evaluation_end(self) -> None:
         """End a pass, after its results are computed. A collective operation for predictions."""
         self._streams.restore()
-        self._changed_metrics.close()
+        self._changed_in_pass.close()
         running = self._pass
-        if running is not None and running.state is _PassState.STEPS:
-            self._end_predictions(running)
         self._pass = None
+        if running is None:
+            return
+        for key in running.taken_over:
+            # In the next pass this rank may log it itself, and Lightning compares how.
+            del running.loop.results[key]
+        if self.run.trainer.predicting:
+            self._gather_predictions(running)
 
-    def _end_predictions(self, running: _Pass) -> None:
+    def _gather_predictions(self, running: _Pass) -> None:
         """Give every rank the predictions of all, in the order of the loader. A collective operation."""
-        self._end_steps(running, {})
         world = self.run.world
         # With `return_predictions=False` there are none to gather.
         for loader, predictions in zip(running.loaders, running.loop.predictions, strict=False):
@@ -446,49 +470,31 @@ class ExactEvaluation(Evaluation):
         """Restore options, metrics, loops and the random state at the end of the run."""
         self._streams.restore()
         self._changed_options.close()
-        self._changed_metrics.close()
+        self._changed_in_steps.close()
+        self._changed_in_pass.close()
+        self._pass = None
         restore_evaluation_loops(self.run.trainer)
 
 
 def _is_of_all_ranks(entry: Any) -> bool:
-    """Return whether all ranks reduce what was logged, an entry of Lightning's type `_ResultMetric`."""
-    if entry.has_reset:
-        return False  # it was logged in an earlier pass
+    """Return whether a value of an epoch is one of all ranks: an entry of Lightning's type `_ResultMetric`."""
+    if entry.has_reset or not entry.meta.on_epoch:
+        return False  # it was logged in an earlier pass, or for steps alone
     sync = entry.meta.sync
     if sync.rank_zero_only or sync.group is not None:
         return False  # some ranks take part, and the user knows which
     return bool(sync.should) or not entry.is_tensor
 
 
-def gathers_lists(metric: Metric, world: World, skips: Callable[[], bool]) -> AbstractContextManager[None]:
-    """Within the context, have a metric gather list states of any length and content.
-
-    Torchmetrics gathers lists of one length, or concatenates them first, for which an empty list lacks type and shape.
-    Other states are reduced as torchmetrics does it.
-
-    Args:
-        metric: The metric.
-        world: The ranks.
-        skips: Called when the metric is to be reduced; returns whether it is left as it is.
-    """
-
-    def sync_dist(metric: Metric, *args: Any, **kwargs: Any) -> None:
-        if skips():
-            return
-        lists = {name: state for name, state in metric.metric_state.items() if isinstance(state, list)}
-        # Torchmetrics goes through the reductions, so it leaves out the states that are not in them.
-        reductions = {name: reduction for name, reduction in getattr(metric, REDUCTIONS).items() if name not in lists}
-        with replaced(metric, REDUCTIONS, reductions):
-            getattr(type(metric), SYNC)(metric, *args, **kwargs)
-        if not lists:
-            return
-        # By pickle, from the CPU: the elements may be of any number, shape and type, as in detection metrics.
-        lists_of_ranks = world.gather_objects(move_data_to_device(lists, "cpu"))
-        for name in lists:
-            gathered: list[Any] = []
-            for lists_of_rank in lists_of_ranks:
-                gathered.extend(lists_of_rank[name])
-            setattr(metric, name, move_data_to_device(gathered, metric.device))
-
-    # A method bound to the metric, so that a copy of the metric gets a method of its own.
-    return replaced(metric, SYNC, MethodType(sync_dist, metric))
+def _value_over_ranks(entries: Sequence[Any]) -> Tensor:
+    """Return the value of an epoch from what each rank has logged of it."""
+    values = torch.stack([entry.value for entry in entries])
+    meta = entries[0].meta
+    if meta.is_mean_reduction:
+        value: Tensor = values.sum() / torch.stack([entry.cumulated_batch_size for entry in entries]).sum()
+        return value
+    if meta.is_max_reduction:
+        return values.max()
+    if meta.is_min_reduction:
+        return values.min()
+    return values.sum()

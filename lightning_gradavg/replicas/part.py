@@ -28,8 +28,7 @@ from lightning_gradavg._support.running import Forward, running
 from lightning_gradavg._support.tree import batch_samples, mapped
 from lightning_gradavg.batches.chunks import Chunk
 from lightning_gradavg.batches.part import Batches, PieceOfBatch, SplitBatches
-from lightning_gradavg.evaluation.part import gathers_lists
-from lightning_gradavg.reduction.gather import require_gather_allowed
+from lightning_gradavg.evaluation.metrics import merged_over_ranks
 from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.replicas.batch_norm import synchronized_batch_norm
 from lightning_gradavg.replicas.buffers import SharedBuffers
@@ -268,7 +267,7 @@ class Replicas(OneForward):
         # each sample.
         for metric in run.module.modules():
             if isinstance(metric, Metric) and metric.process_group is None:
-                self._replacements.enter_context(gathers_lists(metric, run.world, _refuse_within_piece))
+                self._replacements.enter_context(merged_over_ranks(metric, run.world))
 
     def describe(self) -> str:
         """Return the start line's words about the run to reproduce, and its replicas."""
@@ -302,9 +301,3 @@ def _samples_of_several_loaders(piece: PieceOfBatch, batch: Any) -> int:
         return batch_samples(batch)
     except ValueError:
         return piece.samples
-
-
-def _refuse_within_piece() -> bool:
-    """Raise a RuntimeError if a metric is reduced while ranks run pieces; otherwise, have it reduced."""
-    require_gather_allowed()
-    return False

@@ -1,0 +1,265 @@
+"""Metrics of torchmetrics under exact evaluation: the values of one process, wherever a metric is held.
+
+Samples come in batches of two. Of 9 samples, 2 ranks have 3 and 2 batches, and 3 ranks have 2, 2 and 1; of one sample,
+rank 0 has a batch, and of 3, ranks 0 and 1. All metrics are updated in one pass over one loader, and in another over
+three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, seed_everything
+from ranks import make_trainer
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, Metric, MetricCollection, aggregation, retrieval, text, wrappers
+from torchmetrics import classification as classified
+from torchmetrics import regression as regressed
+from torchmetrics.detection.mean_ap import MeanAveragePrecision
+from torchmetrics.image import PeakSignalNoiseRatio
+from toys import approx
+
+from lightning_gradavg import GradAvgStrategy
+
+# Advice of torchmetrics and Lightning, which is not what is tested.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{message}")
+    for message in (
+        "Metric `.*` will save all",
+        "The variance of predictions or target is close to zero",
+        "You called `self.log.*no logger configured",
+        "The 'val_dataloader' does not have many workers",
+        ".*was called before the ``update`` method",  # copies of a bootstrapped metric that drew no sample
+    )
+]
+
+SAMPLES = 9
+
+
+class Batch(NamedTuple):
+    """Predictions and targets of every kind."""
+
+    chance: Tensor  # of class 1
+    label: Tensor  # 0 or 1
+    scores: Tensor  # of three classes
+    category: Tensor  # 0, 1 or 2
+    query: Tensor  # of retrieval
+    pair: Tensor  # two numbers
+
+
+def samples(size: int) -> list[Batch]:
+    """Return as many of the 9 samples."""
+    generator = torch.Generator().manual_seed(0)
+    chance = torch.rand(SAMPLES, generator=generator)
+    scores = torch.rand(SAMPLES, 3, generator=generator).softmax(1)
+    label = torch.tensor([0, 1, 1, 0, 1, 0, 1, 1, 0])
+    numbers = torch.arange(SAMPLES)
+    pair = torch.rand(SAMPLES, 2, generator=generator)
+    rows = zip(chance, label, scores, numbers % 3, numbers // 3, pair, strict=True)
+    return [Batch(*row) for row in rows][:size]
+
+
+class Masks(MeanAveragePrecision):
+    """The states and the exchange of a detection metric of masks, which are tuples; its sum needs no pycocotools."""
+
+    def __init__(self) -> None:
+        Metric.__init__(self)
+        self.iou_type = ("segm",)
+        self.add_state("detection_mask", default=[], dist_reduce_fx=None)
+        self.add_state("groundtruth_mask", default=[], dist_reduce_fx=None)
+
+    def update(self, chance: Tensor, label: Tensor) -> None:
+        self.detection_mask += [((2, 2), str(float(value)).encode()) for value in chance]
+        self.groundtruth_mask += [((2, 2), str(int(value)).encode()) for value in label]
+
+    def compute(self) -> Tensor:
+        total = 0.0
+        for (_, detected), (_, truth) in zip(self.detection_mask, self.groundtruth_mask, strict=True):
+            total += float(detected) * (1 + int(truth))
+        return torch.tensor(total)
+
+
+class Own(Metric):
+    """States that torchmetrics reduces wrongly: a tensor that is concatenated, and the mean of the updates."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("row", default=torch.zeros(0), dist_reduce_fx="cat")
+        self.add_state("mean", default=torch.zeros(()), dist_reduce_fx="mean")
+
+    def update(self, values: Tensor) -> None:
+        self.row = torch.cat([self.row, values])
+        self.mean = self.mean + (values.mean() - self.mean) / self.update_count
+
+    def compute(self) -> Tensor:
+        return torch.stack([self.row.square().sum(), self.row.numel() * self.mean])
+
+
+class Case(NamedTuple):
+    """A metric, and the arguments of its update."""
+
+    make: Callable[[], Any]
+    arguments: Callable[[Batch], tuple[Any, ...]]
+
+
+def binary(batch: Batch) -> tuple[Any, ...]:
+    return batch.chance, batch.label
+
+
+def classes(batch: Batch) -> tuple[Any, ...]:
+    return batch.scores, batch.category
+
+
+def numbers(batch: Batch) -> tuple[Any, ...]:
+    return batch.pair[:, 0].contiguous(), batch.pair[:, 1].contiguous()
+
+
+def pairs(batch: Batch) -> tuple[Any, ...]:
+    return batch.pair, batch.pair.square()
+
+
+def queries(batch: Batch) -> tuple[Any, ...]:
+    return batch.chance, batch.label, batch.query
+
+
+def values(batch: Batch) -> tuple[Any, ...]:
+    return (batch.chance,)
+
+
+def words(batch: Batch) -> tuple[Any, ...]:
+    return [f"a b {name} d" for name in batch.label.tolist()], [["a b 1 d"] for _ in batch.label]
+
+
+CASES: dict[str, Case] = {
+    "binary accuracy": Case(classified.BinaryAccuracy, binary),
+    "accuracy by class": Case(lambda: classified.MulticlassAccuracy(3, average="macro"), classes),
+    "F1": Case(lambda: classified.MulticlassF1Score(3), classes),
+    "AUROC": Case(classified.BinaryAUROC, binary),
+    "average precision": Case(classified.BinaryAveragePrecision, binary),
+    "calibration": Case(lambda: classified.BinaryCalibrationError(5), binary),
+    "confusion": Case(lambda: classified.MulticlassConfusionMatrix(3), classes),
+    "kappa": Case(lambda: classified.MulticlassCohenKappa(3), classes),
+    "squared error": Case(regressed.MeanSquaredError, numbers),
+    "absolute error": Case(regressed.MeanAbsoluteError, numbers),
+    "R2": Case(regressed.R2Score, numbers),
+    "Pearson": Case(regressed.PearsonCorrCoef, numbers),
+    "concordance": Case(regressed.ConcordanceCorrCoef, numbers),
+    "Spearman": Case(regressed.SpearmanCorrCoef, numbers),
+    "explained variance": Case(regressed.ExplainedVariance, numbers),
+    "MAP": Case(retrieval.RetrievalMAP, queries),
+    "MRR": Case(retrieval.RetrievalMRR, queries),
+    "mean": Case(MeanMetric, values),
+    "sum": Case(aggregation.SumMetric, values),
+    "largest": Case(aggregation.MaxMetric, values),
+    "smallest": Case(aggregation.MinMetric, values),
+    "BLEU": Case(text.BLEUScore, words),
+    "perplexity": Case(text.Perplexity, lambda batch: (batch.scores[:, None], batch.category[:, None])),
+    "signal to noise": Case(lambda: PeakSignalNoiseRatio(data_range=1.0), pairs),
+    "masks": Case(Masks, binary),
+    "own states": Case(Own, values),
+    "a collection": Case(
+        lambda: MetricCollection([classified.MulticlassPrecision(3), classified.MulticlassRecall(3)]), classes
+    ),
+    "a composition": Case(lambda: MeanMetric() + aggregation.MaxMetric(), values),
+    "extremes": Case(lambda: wrappers.MinMaxMetric(MeanMetric()), values),
+    "bootstrapped": Case(lambda: wrappers.BootStrapper(MeanMetric(), num_bootstraps=4), values),
+    "by class": Case(lambda: wrappers.ClasswiseWrapper(classified.MulticlassAccuracy(3, average=None)), classes),
+    "of several outputs": Case(lambda: wrappers.MultioutputWrapper(regressed.MeanSquaredError(), 2), pairs),
+}
+HELD = ["attribute", "dict", "callback", "hook"]
+
+
+def metrics() -> dict[str, Any]:
+    return {name: case.make() for name, case in CASES.items()}
+
+
+def update(held: dict[str, Any], batch: Batch) -> None:
+    for name, metric in held.items():
+        metric.update(*CASES[name].arguments(batch))
+
+
+def computed(held: dict[str, Any]) -> Iterator[tuple[str, list[float]]]:
+    for name, metric in held.items():
+        leaves = [torch.as_tensor(leaf).flatten().tolist() for leaf in tree_leaves(metric.compute())]
+        yield name, [value for leaf in leaves for value in leaf]
+
+
+class Holder(Callback):
+    """Holds metrics, and keeps what all ways to hold them come to."""
+
+    def __init__(self) -> None:
+        self.held = metrics()
+        self.values: dict[str, dict[str, list[float]]] = {}
+
+    def on_validation_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Batch, *args: Any, **kwargs: Any
+    ) -> None:
+        update(self.held, batch)
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.values["callback"] = dict(computed(self.held))
+
+
+class Net(LightningModule):
+    """Updates metrics that it holds as an attribute, in a dict that Lightning does not see, and made in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attribute = torch.nn.ModuleDict(metrics())
+        self.mean = MeanMetric()
+        self.unseen = {"dict": metrics()}
+        self.values: dict[str, dict[str, list[float]]] = {}
+
+    def on_validation_epoch_start(self) -> None:
+        self.unseen["hook"] = metrics()
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        update(dict(self.attribute), batch)
+        update(self.unseen["dict"], batch)
+        update(self.unseen["hook"], batch)
+        self.mean.update(batch.chance)
+        self.log("mean", self.mean)
+
+    def on_validation_epoch_end(self) -> None:
+        self.values["attribute"] = dict(computed(dict(self.attribute)))
+        for way, held in self.unseen.items():
+            self.values[way] = dict(computed(held))
+
+
+def validate(sizes: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, float]]:
+    """Body: validate once; return what the metrics came to, by the way they were held, and what was logged."""
+    seed_everything(5, verbose=False)
+    holder = Holder()
+    module = Net()
+    trainer = make_trainer(GradAvgStrategy(exact_evaluation=True), callbacks=[holder])
+    trainer.validate(module, [DataLoader(samples(size), batch_size=2) for size in sizes], verbose=False)
+    return module.values | holder.values, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("sizes", [(9,), (9, 1, 3)])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_metrics_have_the_values_of_one_process_wherever_they_are_held(world, world_size, sizes):
+    ((expected, logged),) = world(1).run(validate, sizes)
+    assert set(HELD) == expected.keys()
+    # As in Lightning, a metric goes on from loader to loader.
+    seen: list[float] = []
+    by_hand: list[float] = []
+    for size in sizes:
+        seen += [float(sample.chance) for sample in samples(size)]
+        by_hand.append(fmean(seen))
+    assert approx(by_hand, 1e-6) == list(logged.values())
+    ranks = world(world_size).run(validate, sizes)
+    for found, found_logged in ranks:
+        for way in HELD:
+            for name in CASES:
+                assert approx(expected[way][name], 1e-5) == found[way][name], (way, name)
+        assert approx(logged, 1e-6) == found_logged
+    assert [ranks[0]] * world_size == ranks
