@@ -36,7 +36,6 @@ from lightning_gradavg._lightning.internals import (
     SYNC,
     UPDATES,
     EvaluationPass,
-    broadcast_from_first,
     injects_samplers,
     limited_batches,
     neutral,
@@ -48,6 +47,7 @@ from lightning_gradavg._lightning.loaders import distributed_sampler, is_sharded
 from lightning_gradavg._lightning.methods import replaced
 from lightning_gradavg._lightning.part import Part, Run, Saved
 from lightning_gradavg._support.collectives import World
+from lightning_gradavg._support.flat import broadcast_from_first
 from lightning_gradavg._support.random_state import RandomState, random_state, stream_key
 from lightning_gradavg._support.text import on_ranks
 from lightning_gradavg.batches.streams import run_seed

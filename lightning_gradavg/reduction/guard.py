@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_gradavg._lightning.internals import stored
+from lightning_gradavg._support.flat import local_part
 from lightning_gradavg.reduction.loss import MicroBatch
 
 __all__ = ["BypassGuard", "DiscardedGradients", "without_discarded_nan"]
@@ -72,7 +72,7 @@ def _zeros(gradient: Tensor | None) -> Tensor | None:
     # A copy: autograd may hold the tensor elsewhere. In place, the layout of sparse and sharded gradients stays.
     with torch.profiler.record_function("GradAvg: discard gradient"):
         zeros = gradient.clone()
-        stored(zeros).fill_(0)
+        local_part(zeros).zero_()
     return zeros
 
 
@@ -82,7 +82,11 @@ def _without_nan(gradient: Tensor | None) -> Tensor | None:
         return None
     with torch.profiler.record_function("GradAvg: discard gradient"):
         kept = gradient.clone()
-        values = stored(kept)
+        values = local_part(kept)
+        if kept.is_sparse:
+            # Before it is coalesced, a sparse gradient shows no values.
+            kept = kept.coalesce()
+            values = kept.values()
         values.masked_fill_(values.isnan(), 0)
     return kept
 
