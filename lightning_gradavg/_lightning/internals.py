@@ -321,8 +321,8 @@ def restore_evaluation_loops(trainer: Any) -> None:
 
 def neutral(entry: _ResultMetric) -> _ResultMetric:
     """Return what adds nothing to other ranks' values of what was logged. To be sent, it lacks what reduces it."""
-    # Private: `_ResultMetric`, its `meta._sync(_should=)` and `_update_count` (L, M). Without them exact evaluation fails where a
-    # rank has no batch.
+    # Private: `_ResultMetric`, its `meta._sync(_should=)` and `_update_count` (L, M). Without them exact evaluation
+    # fails where a rank has no batch.
     meta = entry.meta
     sync = type(meta.sync)(_should=meta.sync.should)
     neutral_entry = type(entry)(replace(meta, _sync=sync), entry.is_tensor)
