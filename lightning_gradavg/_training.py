@@ -132,7 +132,7 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks. Lightning names the loaders here that it is about to prepare.
 
-        It prepares them, and no others, until a batch arrives, or another pass begins.
+        It prepares them, and no others, until the next batch arrives, or a pass of evaluation begins.
 
         No hook tells the same. Between the user's `train_dataloader()` and the sampler that Lightning adds, it calls
         nothing but this barrier (2.6): `process_dataloader` comes after the sampler and without a stage, and
