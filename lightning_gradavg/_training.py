@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gradavg._lightning.arrival import Arrival
-from lightning_gradavg._lightning.internals import LoaderSetUp
 from lightning_gradavg._lightning.launch import Registered, require_one_run
 from lightning_gradavg._lightning.part import Part, Run
 from lightning_gradavg._support.collectives import World
@@ -72,7 +71,8 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
     _batches: Batches
     _parts: tuple[Part, ...]  # in the order in which they are called
     _plain: Mapping[str, Any]  # the options that must be the same on all ranks
-    _set_up: LoaderSetUp | None = None  # the loaders that Lightning has announced last
+    _run: Run  # from `setup` on
+    _preparing: str | None = None  # the stage of the loaders that Lightning prepares
     _parts_set_up: tuple[Part, ...] = ()  # those whose `setup` returned
     _phase: _Phase = _Phase.NO_TRAINING
     _arrival: Arrival | None = None  # of the run that trains
@@ -96,22 +96,22 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
-        run = Run(trainer, module, self.root_device, World.of(None))
+        self._run = Run(trainer, module, self.root_device, World.of(None))
         # A part whose `setup` raises is not torn down.
         self._parts_set_up = ()
         for part in self._parts:
-            part.setup(run)
+            part.setup(self._run)
             self._parts_set_up += (part,)
         if self._trains:
             # Before the engine's, in which ranks of different runs would wait for each other.
-            require_one_run(run.world, trainer, module, self._plain)
+            require_one_run(self._run.world, trainer, module, self._plain)
         super().setup(trainer)
 
     @override
     def teardown(self) -> None:
         for part in reversed(self._parts_set_up):
             part.teardown()
-        self._set_up = None
+        self._preparing = None
         self._end_training()
         super().teardown()
 
@@ -130,6 +130,8 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks. Lightning names the loaders here that it is about to prepare.
 
+        It prepares them, and no others, until the next batch arrives, or a pass of evaluation begins.
+
         No hook tells the same. Between the user's `train_dataloader()` and the sampler that Lightning adds, it calls
         nothing but this barrier (2.6): `process_dataloader` comes after the sampler and without a stage, and
         `trainer.state.stage` is that of the hook in which a user asks for `trainer.estimated_stepping_batches`.
@@ -137,21 +139,14 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
         super().barrier(name, *args, **kwargs)
         stage = _STAGE_OF_BARRIER.get(name)
         if stage is not None and self.lightning_module is not None:
-            self._set_up = LoaderSetUp(self.lightning_module.trainer, stage)
+            self._preparing = stage
             for part in self._parts:
                 part.prepare_loaders(stage)
-
-    @property
-    def _prepares(self) -> str | None:
-        """The stage whose loaders Lightning prepares now; None where a user has another loader processed."""
-        if self._set_up is None or not self._set_up.under_way:
-            return None
-        return self._set_up.stage
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
-        if self._prepares == "train" and self._trains:
+        if self._preparing == "train" and self._trains:
             return self._process_training_loader(dataloader)
         return dataloader
 
@@ -161,7 +156,7 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
 
     def _windows_in_words(self) -> str:
         """Return the start line's words about accumulation. Ask when training begins: batches are not known before."""
-        loop = self._reduction.run.loop
+        loop = self._run.loop
         text = f"{plural(loop.accumulation, 'micro-batch')} per optimizer step"
         length = loop.short_last_window
         if length > 0:
@@ -178,7 +173,7 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
         # Not in `setup`: a search for a learning rate or batch size trains with other callbacks than the run.
         if self._arrival is None:
             self._arrival = Arrival(self._begin_batch, self._end_batch, self._end_epoch)
-        self._arrival.insert(self._reduction.run.trainer)
+        self._arrival.insert(self._run.trainer)
         self._reduction.may_miss = self._batches.joins
         for part in self._parts:
             part.on_train_start()
@@ -190,13 +185,14 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
         with self._batches.transferring(batch):
             moved = super().batch_to_device(batch, device, dataloader_idx)
         # Users may call this, too: it begins no batch, and `_begin_batch` checks that it was this one.
-        if self._phase is not _Phase.NO_TRAINING and self._reduction.run.trainer.training:
+        if self._phase is not _Phase.NO_TRAINING and self._run.trainer.training:
             self._moved = _Moved(on_host=batch, on_device=moved)
         return moved
 
     def _begin_batch(self, batch: object) -> None:
         """Begin to train on a batch. Its number is counted already, and no hook of the user's has seen it."""
         self._phase = _Phase.BETWEEN_BATCHES
+        self._preparing = None
         self._batches.on_train_batch_start()
         # The reduction looks for ignored targets. On an accelerator, it reads the batch as it was on the host.
         host_batch = batch
@@ -211,14 +207,14 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
         super().on_train_batch_start(batch, batch_idx)
         # A user has given the trainer another list of callbacks. Without ours, the step would count for the batch
         # before.
-        if self._arrival is not None and self._arrival.insert(self._reduction.run.trainer):
+        if self._arrival is not None and self._arrival.insert(self._run.trainer):
             self._begin_batch(batch)
         self._phase = _Phase.ON_BATCH
 
     def _end_batch(self, batch: object) -> None:
         """End a batch. Of None Lightning calls no hook but the one that leads here."""
         self._phase = _Phase.BETWEEN_BATCHES
-        world = self._reduction.run.world
+        world = self._run.world
         # Where `training_step` fetches its batches itself, Lightning may have none.
         if batch is None and world.size > 1 and not self._batches.fetches_within:
             raise RuntimeError(
@@ -303,7 +299,7 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
         self._phase = _Phase.NO_TRAINING
         self._moved = None
         if self._arrival is not None:
-            self._arrival.remove(self._reduction.run.trainer)
+            self._arrival.remove(self._run.trainer)
             self._arrival = None
 
     @override

@@ -11,7 +11,6 @@ to all. So all ranks get the same bits, and the error does not grow with their n
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 
-from lightning_gradavg._lightning.internals import stored, timeout_of
 from lightning_gradavg._support.collectives import World
 from lightning_gradavg._support.device import beside
 
@@ -95,7 +93,7 @@ class _Stage(NamedTuple):
 _AT_ONCE = [_Stage(None, between_nodes=True)]
 
 
-def _stages_by_node(world: World, group: dist.ProcessGroup, device: torch.device) -> list[_Stage]:
+def _stages_by_node(world: World) -> list[_Stage]:
     """Return how this rank reduces node by node. A collective operation.
 
     | ranks | stages |
@@ -120,18 +118,20 @@ def _stages_by_node(world: World, group: dist.ProcessGroup, device: torch.device
         )
     within_nodes = list(members.values())
     between_nodes = [list(ranks) for ranks in zip(*within_nodes, strict=True)]
-    timeout = timeout_of(group, device)
     return [
-        _Stage(_new_group_of(world.rank, within_nodes, timeout), between_nodes=False),
-        _Stage(_new_group_of(world.rank, between_nodes, timeout), between_nodes=True),
+        _Stage(_new_group_of(world.rank, within_nodes), between_nodes=False),
+        _Stage(_new_group_of(world.rank, between_nodes), between_nodes=True),
     ]
 
 
-def _new_group_of(rank: int, members: Sequence[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
-    """Make groups, as all ranks do for `new_group`, and return the one that this rank is in."""
+def _new_group_of(rank: int, members: Sequence[list[int]]) -> dist.ProcessGroup:
+    """Make groups, as all ranks do for `new_group`, and return the one that this rank is in.
+
+    They have torch's default timeout: no public name tells the timeout of the run's group.
+    """
     group_of_rank: dist.ProcessGroup | None = None
     for ranks in members:
-        group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout)
+        group: dist.ProcessGroup = dist.new_group(ranks)
         if rank in ranks:
             group_of_rank = group
     assert group_of_rank is not None
@@ -188,7 +188,7 @@ def _begin_to_reduce(
             f"this hook would send gradients of {dtype} in 16 bits, a quarter of their digits or fewer. Train in"
             " float32, or use lightning_gradavg.hooks.by_node or torch's allreduce_hook."
         )
-    levels = _levels(world, group, buffer.device, wire, by_node=by_node)
+    levels = _levels(world, group, wire, by_node=by_node)
     under_way = _UNDER_WAY.setdefault(group, [])
     is_plain = levels == [_Level(group, None)] and dtype not in _HALF
     if buffer.is_sparse or is_plain:
@@ -211,14 +211,12 @@ def _begin_to_reduce(
     return future
 
 
-def _levels(
-    world: World, group: dist.ProcessGroup, device: torch.device, wire: torch.dtype | None, *, by_node: bool
-) -> list[_Level]:
+def _levels(world: World, group: dist.ProcessGroup, wire: torch.dtype | None, *, by_node: bool) -> list[_Level]:
     """Return the groups over which a bucket is averaged one after another, the first one within nodes."""
     stages = _AT_ONCE
     if by_node:
         if group not in _STAGES:
-            _STAGES[group] = _stages_by_node(world, group, device)
+            _STAGES[group] = _stages_by_node(world)
         stages = _STAGES[group]
     levels = []
     for stage in stages:
@@ -253,9 +251,9 @@ def _completed(
 def scale_bucket(buffer: Tensor, factor: float) -> None:
     """Multiply numbers in place, of a sparse tensor, too; 0 erases NaN as well."""
     if factor == 0:
-        stored(buffer).zero_()  # 0 times NaN is NaN
+        buffer.zero_()  # 0 times NaN is NaN
     elif factor != 1:
-        stored(buffer).mul_(factor)
+        buffer.mul_(factor)
 
 
 def scaled_sum(group: dist.ProcessGroup, bucket: dist.GradBucket, factor: float) -> Future[Tensor]:

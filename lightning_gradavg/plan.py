@@ -7,7 +7,6 @@ DDP with the unchanged script. A plan is one dictionary: the JSON of the command
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -16,7 +15,6 @@ from typing import Any, TypedDict
 import torch
 
 from lightning_gradavg._support.arguments import as_count
-from lightning_gradavg.batches.chunks import even_bounds
 from lightning_gradavg.rates.scaling import SCALINGS, Scaling, as_positive, scale_limit, scaled_steps
 
 __all__ = ["OPTIMIZERS", "Recipe", "counted", "make_plan"]
@@ -316,7 +314,10 @@ def make_plan(
     base = _run(recipe, {per_device: recipe.devices}, loader=recipe.batch_size, at_once=recipe.batch_size)
     stock = _run(recipe, {per_device: ranks}, loader=recipe.batch_size, at_once=recipe.batch_size)
     # This package: one loader batch is the global batch, which the devices share. Larger chunks come first.
-    devices_with = Counter(stop - start for start, stop in even_bounds(total, ranks))
+    samples, with_one_more = divmod(total, ranks)
+    devices_with = {samples: ranks - with_one_more}
+    if with_one_more > 0:
+        devices_with = {samples + 1: with_one_more, **devices_with}
     gradavg = _run(recipe, devices_with, loader=total, at_once=at_once, shortened=Fraction(total, base_size))
 
     next_smaller = total - total % ranks

@@ -66,13 +66,14 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         super().setup(trainer)
         if not self._trains:
             return
-        run, rule, mesh = self._reduction.run, self._reduction.rule, self.device_mesh
-        gradients = ShardedGradients(run.module, mesh, self.optimizers)
+        rule = self._reduction.rule
+        gradients = ShardedGradients(self._run.module, self.device_mesh, self.optimizers)
         # `ModelParallelStrategy` wraps no module, and has no moment `configure_ddp`.
-        self._reduction.begin(replace(run, places=tuple(gradients.places)), gradients)
+        self._run = replace(self._run, places=tuple(gradients.places))
+        self._reduction.begin(self._run, gradients)
         if rule != RULES["mean"]:
             self._guard = BypassGuard(gradients.leaves(), rule.name, self._reduction.is_in_backward)
-            for outermost in _outermost(sharded_modules(run.module)):
+            for outermost in _outermost(sharded_modules(self._run.module)):
                 self._output_hooks.append(outermost.register_forward_hook(_note_output))
 
     def on_train_start(self) -> None:
@@ -92,7 +93,7 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         """Return what determines the mathematics of a run in training."""
         return StrategyFacts(
             rule=self._reduction.rule,
-            accumulation=self._reduction.run.loop.accumulation,
+            accumulation=self._run.loop.accumulation,
             samples=self._samples,
         )
 

@@ -6,6 +6,7 @@ argument here. Where the order of two parts matters, it is that of these calls.
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -27,7 +28,7 @@ from typing_extensions import override
 from lightning_gradavg._lightning.launch import plain, require_launch
 from lightning_gradavg._lightning.loaders import loader_batch_size
 from lightning_gradavg._lightning.options import Options, StrategyFacts, options_of_ddp
-from lightning_gradavg._lightning.part import Part, Run, Saved
+from lightning_gradavg._lightning.part import Part, Saved
 from lightning_gradavg._support.arguments import by_keyword
 from lightning_gradavg._support.collectives import World
 from lightning_gradavg._support.fingerprint import combined, state_digests
@@ -191,6 +192,13 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         # All options by name, with defaults. `locals()` holds the arguments alone, as this is the first line.
         given: dict[str, Any] = {**locals(), **ddp_options}
         options = Options.of(given)
+        self._ddp_given = options_of_ddp(ddp_options)
+        if gradient_as_bucket_view is None:
+            # DDP divides by W where a gradient is a view, and multiplies by 1/W where it is not: other bits.
+            gradient_as_bucket_view = options.rule != RULES["mean"] and not reproducible
+        passed_on = dict(self._ddp_given)
+        if gradient_as_bucket_view:
+            passed_on["gradient_as_bucket_view"] = True
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -204,18 +212,11 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
-            **ddp_options,
+            **passed_on,
         )
         self._options = options
         self._plain = plain(given)
         self._log_hyperparams = log_hyperparams
-        self._ddp_given = options_of_ddp(ddp_options)
-        self._ddp_kwargs = dict(self._ddp_given)  # what `DDPStrategy._setup_model` passes on
-        if gradient_as_bucket_view is None:
-            # DDP divides by W where a gradient is a view, and multiplies by 1/W where it is not: other bits.
-            gradient_as_bucket_view = options.rule != RULES["mean"] and not reproducible
-        if gradient_as_bucket_view:
-            self._ddp_kwargs["gradient_as_bucket_view"] = True
 
         self._reports = Reports(options.rule, self._lr_factors)
         static_graph = bool(ddp_options.get("static_graph"))
@@ -232,6 +233,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             CommHook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper),
             on_reduced=self._replicas.end_step,
             make_tree=make_tree,
+            timeout=timeout,
         )
         self._batches = Batches()
         if options.split_batches:
@@ -325,7 +327,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         return StrategyFacts(
             rule=options.rule,
             splits_batches=options.split_batches,
-            accumulation=self._rates.run.loop.accumulation,
+            accumulation=self._run.loop.accumulation,
             replicas=options.shaping_replicas(self.world_size),
             replicated=options.replicated,
             scales_rates=self._rates.scales,
@@ -394,9 +396,9 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         assert isinstance(model, DistributedDataParallel)
         assert module is not None
         places = World.of(None).places(self.node_rank)
-        run = Run(module.trainer, module, self.root_device, World.of(None), model, places)
+        self._run = replace(self._run, model=model, places=places)
         for part in self._parts:
-            part.configure_ddp(run)
+            part.configure_ddp(self._run)
 
     @property
     @override
@@ -412,10 +414,10 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         # A loader that a user has processed is none of the run's.
-        if self._evaluation.prepares and self._prepares is not None:
+        if self._evaluation.prepares and self._preparing is not None:
             return self._evaluation.process_dataloader(dataloader)
         processed = super().process_dataloader(dataloader)
-        if self._prepares not in (None, "train") and self._trains:
+        if self._preparing not in (None, "train") and self._trains:
             return self._batches.as_evaluated(processed)
         return processed
 
@@ -437,11 +439,11 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
                 "gradavg/reduction": self._options.rule.name,
                 "gradavg/num_replicas": self._options.num_replicas,
             }
-            for logger in self._reduction.run.trainer.loggers:
+            for logger in self._run.trainer.loggers:
                 logger.log_hyperparams(hyperparams)
 
     def _start_line(self) -> str:
-        run = self._reduction.run
+        run = self._run
         rule = self._options.rule
         global_batch = "global batch of unknown size"
         if self.global_batch_size is not None:
@@ -508,6 +510,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @override
     def on_validation_start(self) -> None:
+        self._preparing = None
         for part in self._evaluating:
             part.on_evaluation_start()
 

@@ -217,6 +217,39 @@ def test_every_claim_has_a_test() -> None:
     assert [] == [claim for claim in claims if f"def {claim[1]}(" not in (ROOT / claim[0]).read_text("utf-8")]
 
 
+def test_the_ledger_has_every_file_and_a_user_for_every_mechanism() -> None:
+    """Its last column names the files; a path that ends with a slash stands for all files below it."""
+    package = ROOT / "lightning_gradavg"
+    mechanisms = cells_of("architecture.md", "| mechanism | who needs it | without it | where |")
+    shared = cells_of("architecture.md", "| what | where |")
+    listed = {path for row in [*mechanisms, *shared] for path in re.findall(r"`([^`]+)`", row[-1])}
+    files = set()
+    for file in package.rglob("*.py"):
+        path = file.relative_to(package).as_posix()
+        folders = [f"{parent.as_posix()}/" for parent in file.relative_to(package).parents]
+        # The other files of a folder say what `__init__.py` collects.
+        if listed.isdisjoint(folders) and (file.name != "__init__.py" or path in listed):
+            files.add(path)
+
+    hint = (
+        "the tables below 'The ledger' in docs/architecture.md: who needs what this file does? Give it a row, or take"
+    )
+    assert set() == files - listed, f"add these files to {hint} it out"
+    gone = {path for path in listed if not (package / path).exists()}
+    assert set() == gone, "take these paths out of the tables below 'The ledger' in docs/architecture.md"
+
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    reports = dict(re.findall(r"^\[([^\]]+)\]: (https://\S+)$", page, re.MULTILINE))
+    users = {row[0]: re.findall(r"\[([^\]]+)\]", row[1]) for row in mechanisms}
+    assert [] == [what for what, labels in users.items() if not labels], "each mechanism needs a report of a user"
+    assert set(reports) == {label for labels in users.values() for label in labels}, (
+        "the reports at the end of the page"
+    )
+    for label, link in reports.items():
+        name, _, number = label.partition("#")
+        assert not number or re.search(rf"/[\w.-]*{name.lower()}/issues/{number}$", link.lower()), label
+
+
 @pytest.mark.parametrize("name", JOURNEYS)
 def test_journeys_go_no_further_than_documented(world, name) -> None:
     """On both ranks a journey passes no more files than docs/architecture.md says, and goes hardly further.

@@ -39,7 +39,7 @@ def bucket_of(buffer: Tensor, *, last: bool = True) -> Any:
 def on_nodes(nodes: Sequence[int]) -> Iterator[None]:
     """Have the launcher tell of nodes, and the hooks ask anew."""
     hooks._STAGES.clear()
-    once = mock.patch.object(dist, "new_group", lambda ranks, timeout: group_of((*ranks,), timeout))
+    once = mock.patch.object(dist, "new_group", lambda ranks: group_of((*ranks,)))
     with once, mock.patch.dict(os.environ, {"GROUP_RANK": str(nodes[dist.get_rank()])}):
         yield
     hooks._STAGES.clear()

@@ -224,6 +224,16 @@ def test_the_rank_that_holds_the_store_leaves_last(monkeypatch):
         assert "nothing was heard from rank 2: lost, killed or stuck" == second.read() == heard.result(1)
 
 
+def test_a_report_is_one_line(monkeypatch):
+    """It is the last line of the other ranks, by which a user finds the cause: the first line of an error is not it."""
+    store = dist.HashStore()
+    monkeypatch.setattr(failure_reports, "store_of_world", lambda: store)
+    first, second = (failure_reports.FailureReports(World(None, rank, 2), 0) for rank in range(2))
+    first.report(ValueError("size mismatch:\n\tcopying 3 into 2"), 7)
+    second.report(dist.DistError("connection closed by peer"), 7)
+    assert "rank 0 failed with ValueError: size mismatch: copying 3 into 2" == second.read()
+
+
 class CallsAlone(Callback):
     """Calls a method of the strategy on rank 0 alone, in a hook, and counts its calls."""
 
@@ -264,7 +274,7 @@ CALLS: dict[str, Callable[[Any, str], Any]] = {
     "save_checkpoint, load_checkpoint": save_and_load,
     "block_backward_sync": hold_back,
 }
-HOOKS = ["on_train_start", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end", "on_validation_end"]
+HOOKS = ["on_train_batch_start", "on_train_batch_end", "on_train_epoch_end", "on_validation_end"]
 ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mean": ({}, {}),
     "weighted_mean, scaled, in windows": (

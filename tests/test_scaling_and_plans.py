@@ -68,6 +68,7 @@ def cube_root(scale: float) -> float:
             for optimizer in (Adam, AdamW, NAdam)
         ),
         ("adam_sde", RMSprop, 4, {"lr": 0.2, "alpha": 0.96, "eps": 5e-9}),
+        ("adam_sde", partial(RMSprop, alpha=1.0), 4, {"lr": 0.2, "alpha": 1.0, "eps": 5e-9}),
     ],
 )
 def test_groups_of_torch_are_scaled(lr_scaling: Any, optimizer: Any, scale: float, expected: dict[str, Any]) -> None:
@@ -643,6 +644,12 @@ def test_lengths_of_a_plan_are_rounded_half_up(base: int, total: int, steps: int
     """5 * 320 / 96 is 16.67 steps, and 5 * 3 / 10 is 1.5."""
     run = planned(Recipe(base, 0.01, steps=5, warmup_steps=3), 1, global_batch_size=total).gradavg
     assert (steps, warmup) == (run.steps, run.warmup_steps)
+
+
+def test_a_plan_of_a_trillion_devices_is_made_at_once() -> None:
+    """Their chunks are counted, not listed: one number too many on a command line must not hang it."""
+    chunks = planned(Recipe(10**12 + 1, 0.1), 10**6, nodes=10**6).gradavg.chunks
+    assert [(2, 1), (1, 10**12 - 1)] == [(chunk.samples, chunk.devices) for chunk in chunks]
 
 
 def test_the_question_of_the_threads() -> None:

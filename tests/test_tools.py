@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 import sys
 import threading
 from contextlib import closing, nullcontext, redirect_stdout
@@ -262,3 +263,37 @@ def test_only_one_file_uses_private_names_of_base_classes():
                     defined.add(node.attr)
     private = {name for name in used - defined if name.startswith("_") and not name.startswith("__")}
     assert OF_NAMEDTUPLE == private
+
+
+def names_of_others(tree: ast.AST) -> set[str]:
+    """Return the names with one underscore that a file takes from others, also by `getattr` and as arguments."""
+    defined = set()
+    used = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            defined.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            defined.add(node.id)
+        elif isinstance(node, ast.Attribute) and not is_of_self(node):
+            used.add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            used.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.keyword) and node.arg is not None:
+            used.add(node.arg)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+            used.update(node.value.split("."))
+    return {name for name in used - defined if re.fullmatch(r"_[A-Za-z]\w*", name)}
+
+
+MOST_PRIVATE_NAMES = 46
+"""Each is a release of Lightning or torch that may break the package. Lower this number when one goes. Before you raise
+it, look for a public name, an error, or a sentence that serves as well."""
+
+
+def test_private_names_are_few_and_each_has_its_reason():
+    text = (PACKAGE / "_lightning" / "internals.py").read_text("utf-8")
+    names = names_of_others(ast.parse(text))
+    comments = re.findall(r"# Private: (?:[^\n]*\n *#)*[^\n]*", text)
+    without_reason = {name for name in names if not any(name in comment for comment in comments)}
+    assert set() == without_reason
+    assert len(names) <= MOST_PRIVATE_NAMES, f"{len(names)} private names: {sorted(names)}"

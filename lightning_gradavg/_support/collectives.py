@@ -24,7 +24,15 @@ from lightning_gradavg._support.device import beside, on_device
 from lightning_gradavg._support.place import Place, node_from_environment, places_on_nodes
 from lightning_gradavg._support.text import by_value, message_of, on_ranks, ranks_by_value
 
-__all__ = ["Agreed", "Agreement", "Contribution", "ReducedRow", "World", "digest"]
+__all__ = [
+    "Agreed",
+    "Agreement",
+    "Contribution",
+    "ReducedRow",
+    "World",
+    "backend_of",
+    "digest",
+]
 
 _T = TypeVar("_T")
 
@@ -258,6 +266,16 @@ class World:
                     time.sleep(_POLL_SECONDS)
             work.wait()
             return rows.tolist()
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the backend by which a group exchanges tensors of a device."""
+    # `get_backend` may return "cpu:gloo,cuda:nccl".
+    for backend in dist.get_backend_config(group).split(","):
+        device_type, _, name = backend.partition(":")
+        if device_type == device.type:
+            return name
+    return dist.get_backend(group)
 
 
 def _device_type_of(group: dist.ProcessGroup) -> str:

@@ -10,11 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from lightning_gradavg._lightning.internals import (
-    BEFORE_TRANSFER,
-    injects_samplers,
-    set_injection_of_samplers,
-)
+from lightning_gradavg._lightning.internals import injects_samplers, set_injection_of_samplers
 from lightning_gradavg._lightning.loaders import LoaderWrapper, last_batch_size, user_loader
 from lightning_gradavg._lightning.methods import replaced
 from lightning_gradavg._lightning.options import Options
@@ -214,7 +210,7 @@ class SplitBatches(Batches):
     The calls come in this order: `load`, in a resumed run; `configure_ddp`; for each time that Lightning prepares the
     training loaders, `prepare_loaders` and `process_dataloader` for each; `on_train_start`; then for each batch
 
-    1. Lightning reads it, and calls the module's hook before the transfer, through `_before_transfer`;
+    1. Lightning reads it, and calls the hook before the transfer, in whose place is `_before_transfer`;
     2. the strategy moves it to the device within `transferring`; several pieces stay where they are;
     3. `on_train_batch_start`;
     4. `pieces`, and for each of them `moved` and `computing`.
@@ -258,11 +254,16 @@ class SplitBatches(Batches):
             max_samples=self._options.max_device_batch_size,
         )
         self._user_injects_samplers = injects_samplers(run.trainer)
-        self._user_hook = getattr(run.module, BEFORE_TRANSFER)
         # Hooks that are not the user's draw nothing, and the states of generators need not be read around them.
         self._hooks_before_transfer = _has_hooks(run, "on_before_batch_transfer")
         self._hooks_of_transfer = _has_hooks(run, "transfer_batch_to_device", "on_after_batch_transfer")
-        self._replaced.enter_context(replaced(run.module, BEFORE_TRANSFER, self._before_transfer))
+        # Lightning calls the hook of the data module if it has one, and else that of the module.
+        owner: Any = run.module
+        datamodule = getattr(run.trainer, "datamodule", None)
+        if datamodule is not None and is_overridden("on_before_batch_transfer", datamodule):
+            owner = datamodule
+        self._user_hook = owner.on_before_batch_transfer
+        self._replaced.enter_context(replaced(owner, "on_before_batch_transfer", self._before_transfer))
 
     def prepare_loaders(self, stage: str) -> None:
         """Turn off sampler injection while Lightning prepares the training loaders, and on again for others.

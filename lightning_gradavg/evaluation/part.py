@@ -34,7 +34,6 @@ from torchmetrics import Metric
 from lightning_gradavg._lightning.internals import (
     COMPUTED,
     EvaluationPass,
-    broadcast_from_first,
     injects_samplers,
     limited_batches,
     restore_evaluation_loops,
@@ -44,6 +43,7 @@ from lightning_gradavg._lightning.internals import (
 from lightning_gradavg._lightning.loaders import distributed_sampler, is_sharded, length_of, user_loader
 from lightning_gradavg._lightning.methods import replaced
 from lightning_gradavg._lightning.part import Part, Run, Saved
+from lightning_gradavg._support.flat import broadcast_from_first
 from lightning_gradavg._support.random_state import RandomState, random_state, stream_key
 from lightning_gradavg._support.text import on_ranks
 from lightning_gradavg.batches.streams import run_seed

@@ -97,7 +97,8 @@ class FailureReports:
         return len(reports) == self._world.size and len(kinds) == 1
 
     def _leave(self, exception: BaseException, step: int) -> None:
-        error = text_of(exception)
+        # In one line, as the report is the last line of other ranks, by which a user finds the cause.
+        error = " ".join(text_of(exception).split())
         if is_broken_exchange(exception):
             error = f"{_BROKEN}{error}"
         self._store.set(str(self._world.rank), f"{step} {error}"[:_MOST_CHARACTERS])

@@ -6,11 +6,12 @@ from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.tuner import lr_finder
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_gradavg._lightning.internals import finds_learning_rate
 from lightning_gradavg._lightning.options import Options
 from lightning_gradavg._lightning.part import Part, Run, Saved
 from lightning_gradavg._support.text import plural
@@ -158,7 +159,7 @@ class Rates(Part):
         batch = self._measured_batch()
         # A learning rate that `Tuner.lr_find` finds was found with this global batch, which is therefore its base
         # batch. A scale other than 1, in the search or in the run after it, would count the batch twice.
-        if self.scales and finds_learning_rate(self.run.trainer):
+        if self.scales and _finds_learning_rate(self.run.trainer):
             self._size_in_search = batch.global_batch_size
         if self._size_in_search is not None:
             batch = batch._replace(base_batch_size=self._size_in_search)
@@ -356,3 +357,9 @@ class Rates(Part):
             f"; global batch / base batch = {self.batch.scale:g}, so every optimizer step multiplies its learning rate"
             f" by {self.lr_scale:g}{warmup}; schedulers, LearningRateMonitor and checkpoints show the base rate"
         )
+
+
+def _finds_learning_rate(trainer: Trainer) -> bool:
+    """Return whether `Tuner.lr_find` trains: it does so with a callback of its own."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return any(type(callback).__module__ == lr_finder.__name__ for callback in callbacks)

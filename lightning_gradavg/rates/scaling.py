@@ -175,7 +175,10 @@ def _sde_moments(scale: float, base: Hyperparameters) -> Hyperparameters:
     rule. Weight decay is not part of it.
     """
     smoothing = _smoothing(base)
-    limit = scale_limit(base)
+    # Without a limit are constants of 1, which torch takes as the `alpha` of RMSprop.
+    limit: float | Fraction = math.inf
+    if min(smoothing.values()) < 1:
+        limit = scale_limit(base)
     # At scale 1 nothing changes, so beta = 0, whose limit is 1, is allowed.
     if _as_written(scale) >= limit and scale != 1:
         name = min(smoothing, key=smoothing.__getitem__)

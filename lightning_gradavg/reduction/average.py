@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_gradavg._lightning.internals import buckets_of, copy_each, views_of
 from lightning_gradavg._support.collectives import Contribution, World
+from lightning_gradavg._support.flat import buckets_of, views_of
 from lightning_gradavg.reduction.loss import as_weight
 from lightning_gradavg.reduction.reference import rank_factors
 from lightning_gradavg.rules import RULES, Rule, is_number, resolve_rule
@@ -124,7 +124,8 @@ def _reduce(
             work.wait()
     with torch.profiler.record_function("GradAvg: write gradients"):
         for bucket in sums:
-            copy_each(bucket.gradients, views_of(bucket.flat, bucket.gradients))
+            for gradient, total in zip(bucket.gradients, views_of(bucket.flat, bucket.gradients), strict=True):
+                gradient.copy_(total)
 
 
 class _Bucket(NamedTuple):
@@ -136,7 +137,7 @@ class _Bucket(NamedTuple):
 
 def _writable(parameter: Tensor) -> Tensor:
     """Return a parameter's gradient, made writable: zeros where it has none, and stored as it reads."""
-    # `copy_each` writes in place, so that views that the user or DDP holds of a gradient stay valid.
+    # `average_gradients` writes in place, so that views that the user or DDP holds of a gradient stay valid.
     gradient = parameter.grad
     if gradient is None:
         parameter.grad = torch.zeros_like(parameter)

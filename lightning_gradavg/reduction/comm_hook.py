@@ -15,10 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gradavg._lightning.internals import (
     after_backward,
     applies_in_backward,
-    backend_name,
-    has_comm_hook,
     uses_python_reducer,
 )
+from lightning_gradavg._support.collectives import backend_of
 from lightning_gradavg.hooks import scale_bucket, scaled_sum
 from lightning_gradavg.reduction.gradients import ignored_parameters
 from lightning_gradavg.reduction.window import Window
@@ -108,7 +107,7 @@ class CommHook:
 
     def require_served(self, model: DistributedDataParallel, device: torch.device) -> None:
         """Raise a ValueError about a hook of torch that does not return the mean, or that the backend mixes up."""
-        served = _SERVED_ON.get(backend_name(model.process_group, device), _SERVED)
+        served = _SERVED_ON.get(backend_of(model.process_group, device), _SERVED)
         # Of the state, too: a function of the user's may call torch's hook, which needs a state of its own class.
         for module in (getattr(self._hook, "__module__", ""), type(self._state).__module__):
             folder, _, file = module.rpartition(".")
@@ -136,11 +135,6 @@ def require_hookable(model: DistributedDataParallel, rule: Rule) -> None:
         raise ValueError(
             f"{where} static_graph=True, which treats DDP's first backward as every step's. Leave it out, or use"
             " reduction='mean' on ranks that have equally many batches."
-        )
-    if has_comm_hook(model):
-        raise ValueError(
-            f"{where} a DDP that has a communication hook: DDP takes one, which is the rule's. Give yours to"
-            " GradAvgReducer.register(comm_hook=...)."
         )
     ignored = ignored_parameters(model)
     if ignored:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gradavg._lightning.internals import scale_each, stored
+from lightning_gradavg._support.flat import local_part
 from lightning_gradavg.reduction.average import reduce_alike
 from lightning_gradavg.reduction.kept import Apart
 
@@ -173,5 +173,6 @@ def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> int:
             gradients.append(parameter.grad)
     if gradients:
         with torch.profiler.record_function("GradAvg: scale gradients"):
-            scale_each(map(stored, gradients), factor)
+            for gradient in gradients:
+                local_part(gradient).mul_(factor)
     return len(gradients)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Protocol
 
@@ -14,7 +15,6 @@ from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_gradavg._lightning.internals import timeout_of
 from lightning_gradavg._lightning.part import Part, Run
 from lightning_gradavg._support.collectives import World
 from lightning_gradavg._support.running import OF_A_LOOP, Forward, running, running_forward
@@ -66,6 +66,7 @@ class Reduction(Part):
         *,
         on_reduced: Callable[[], None] | None = None,
         make_tree: Callable[[Run], Gradients] | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         """Reduce by a rule.
 
@@ -74,11 +75,13 @@ class Reduction(Part):
             hook: The communication hook of DDP.
             on_reduced: Called after the gradients of an automatic step are reduced.
             make_tree: Makes the gradients of a reproducible run.
+            timeout: That of the process group of what ranks exchange within a step; torch's if None.
         """
         self.rule = rule
         self._hook = hook
         self._on_reduced = on_reduced
         self._make_tree = make_tree
+        self._timeout = timeout
         self._said: set[str] = set()
         self._of_all: object = None  # the group of all ranks, which `exchanging` was made beside
 
@@ -171,7 +174,7 @@ class Reduction(Part):
         of_all = dist.group.WORLD
         if self.run.world.size == 1 or of_all is None or self._of_all is of_all:
             return
-        group = dist.new_group(timeout=timeout_of(of_all, self.run.device))
+        group = dist.new_group(timeout=self._timeout)
         self._of_all = of_all
         self.exchanging = World.of(group)
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_gradavg._lightning.internals import averages_of, discard_unsharded_gradients, sharded_modules
+from lightning_gradavg._lightning.internals import averages_of, sharded_modules
 from lightning_gradavg._lightning.options import refuse_unserved
 from lightning_gradavg._support.place import Place, places_on_nodes
 from lightning_gradavg.reduction.gradients import Backward, scale_gradients
@@ -49,7 +49,6 @@ class ShardedGradients:
         """Find the unsharded parameters; raise a ValueError unless FSDP averages over the data-parallel ranks."""
         self.copies = mesh["tensor_parallel"].size()
         self.data_parallel_size = mesh["data_parallel"].size()
-        self._module = module
         self._optimizers = optimizers
         self._apart = Apart()
         # `FSDPModule.unshard` registers unsharded parameters in the place of shards, and `reshard` undoes it
@@ -142,8 +141,13 @@ class ShardedGradients:
         self._apart.add_earlier()
 
     def abandon(self, *, are_zeroed: bool = False) -> None:
-        """Restore the gradients from before the window, and free those that FSDP2 has not reduced yet."""
-        discard_unsharded_gradients(self._module)
+        """Restore the gradients from before the window, and free those that FSDP2 has not reduced yet.
+
+        With a `reduce_dtype` other than the parameters', FSDP2 keeps them out of reach (docs/sharded.md).
+        """
+        for leaf in self._leaves:
+            if leaf not in self._outside:
+                leaf.grad = None
         if are_zeroed:
             self._apart.drop()
         else:

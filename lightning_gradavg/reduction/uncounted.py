@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from lightning_gradavg._lightning.internals import after_backward, in_reentrant_checkpoint, stored
+from lightning_gradavg._lightning.internals import after_backward, in_reentrant_checkpoint
+from lightning_gradavg._support.flat import local_part
 from lightning_gradavg._support.running import OF_A_LOOP, running_forward
 
 __all__ = ["note_exchange", "pass_no_nan", "sparse_weights", "zero_loss"]
@@ -72,7 +73,11 @@ def _selected(gradient: Tensor | None) -> Tensor | None:
         return None
     # A copy: autograd may hold the tensor elsewhere. In place, the layout of sparse and sharded gradients stays.
     selected = gradient.clone()
-    values = stored(selected)
+    values = local_part(selected)
+    if selected.is_sparse:
+        # Before it is coalesced, a sparse gradient shows no values.
+        selected = selected.coalesce()
+        values = selected.values()
     values.masked_fill_(values.isnan(), 0)
     return selected
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_gradavg._lightning.internals import broadcast_from_first, buffers_of, version_of
+from lightning_gradavg._lightning.internals import buffers_of, version_of
 from lightning_gradavg._support.collectives import World
+from lightning_gradavg._support.flat import broadcast_from_first
 
 __all__ = ["SharedBuffers"]
 

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gradavg._lightning.internals import views_of
 from lightning_gradavg._support.collectives import World
+from lightning_gradavg._support.flat import views_of
 
 __all__ = ["Gradients", "Span", "TreeSum", "add_up", "subtrees"]
 
