@@ -280,10 +280,6 @@ def call_with_normalized_gradient(net: nn.Module, x: Tensor) -> Tensor:
     return outputs
 
 
-def call_quantized(net: nn.Module, x: Tensor) -> Tensor:
-    return net(torch.quantize_per_tensor(x, 0.1, 0, torch.qint8).dequantize())
-
-
 def make_scaled_step(factor: Callable[[], float], step: Step = mean_loss) -> Step:
     return lambda module, batch: factor() * step(module, batch)
 
@@ -549,11 +545,6 @@ def mean_loss_with_state(module: Any, batch: Any) -> Tensor:
 def log_rising_on_rank_0(module: Any, batch: Any) -> Tensor:
     """Log a value that rises on rank 0 and falls on the others, without `sync_dist`."""
     module.log("seen", float(module.batch_idx * (1 - 2 * rank())))
-    return mean_loss(module, batch)
-
-
-def log_rising_value_of_all(module: Any, batch: Any) -> Tensor:
-    module.log("seen", float(module.batch_idx), sync_dist=True)
     return mean_loss(module, batch)
 
 

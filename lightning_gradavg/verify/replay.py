@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing_extensions import override
 
 from lightning_gradavg.verify.loading import read_epoch
 from lightning_gradavg.verify.recorder import Recorder, loss_and_weight
-from lightning_gradavg.verify.records import DrawnNumbers, RankBatch, RecordedStep, Refused, ReplicaSamples, RunFacts
+from lightning_gradavg.verify.records import RankBatch, RecordedPiece, RecordedStep, Refused, ReplicaSamples, RunFacts
 
 __all__ = [
     "Group",
@@ -27,7 +28,6 @@ __all__ = [
     "Replay",
     "ReplayLoader",
     "TakenBatch",
-    "batch_norm_of_constants",
     "batch_norm_of_replicas",
     "world_of_one",
 ]
@@ -59,7 +59,7 @@ class OneProcess(SingleDeviceStrategy):
     @property
     def global_batch_size(self) -> int:
         """The samples of the batch."""
-        return self._recorder.batch_size
+        return self._recorder.running.size
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ class OneProcess(SingleDeviceStrategy):
         if loss is None or self._facts.rule.name != "normalized_sum":
             return output
         if weight is None:
-            weight = self._recorder.batch_size
+            weight = self._recorder.running.size
         if isinstance(output, Mapping):
             return {**output, "loss": loss / weight}
         return loss / weight
@@ -116,57 +116,29 @@ def batch_norm_of_replicas(recorder: Recorder) -> Iterator[None]:
     the run.
     """
     stock_batch_norm = nn.functional.batch_norm
+    signature = inspect.signature(stock_batch_norm)
 
     def batch_norm(
-        input: Tensor,  # noqa: A002  # torch's names
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
+        rows: Tensor, mean: Tensor | None, variance: Tensor | None, *options: Any, **named_options: Any
     ) -> Tensor:
-        if not training:
-            return stock_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        rows_per_sample, rest = divmod(len(input), recorder.batch_size)
+        arguments = signature.bind(rows, mean, variance, *options, **named_options).arguments
+        if not arguments.get("training", False):
+            return stock_batch_norm(rows, mean, variance, *options, **named_options)
+        rows_per_sample, rest = divmod(len(rows), recorder.running.size)
         if rest > 0:
             raise Refused(
-                f"batch norm gets {len(input)} rows of {recorder.batch_size} samples, so one process does not"
+                f"batch norm gets {len(rows)} rows of {recorder.running.size} samples, so one process does not"
                 " know which rows are those of a replica"
             )
-        sizes = [rows_per_sample * replica.samples for replica in recorder.replicas]
+        replicas = recorder.running.replicas
         outputs = []
-        for replica, rows in zip(recorder.replicas, input.split(sizes), strict=True):
-            mean_of_replica = None
-            variance_of_replica = None
+        of_replicas = rows.split([rows_per_sample * replica.samples for replica in replicas])
+        for replica, rows_of_replica in zip(replicas, of_replicas, strict=True):
+            statistics: tuple[Tensor | None, Tensor | None] = (None, None)
             if replica.is_first:
-                mean_of_replica = running_mean
-                variance_of_replica = running_var
-            output = stock_batch_norm(rows, mean_of_replica, variance_of_replica, weight, bias, training, momentum, eps)
-            outputs.append(output)
+                statistics = (mean, variance)
+            outputs.append(stock_batch_norm(rows_of_replica, *statistics, *options, **named_options))
         return torch.cat(outputs)
-
-    with mock.patch.object(nn.functional, "batch_norm", batch_norm):
-        yield
-
-
-@contextmanager
-def batch_norm_of_constants() -> Iterator[None]:
-    """Have batch norm take a mean of 0 and a variance of 1, so that it compares no samples."""
-    stock_batch_norm = nn.functional.batch_norm
-
-    def batch_norm(
-        input: Tensor,  # noqa: A002  # torch's names
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        *options: object,
-        **named_options: object,
-    ) -> Tensor:
-        channels = input.shape[1]
-        return stock_batch_norm(input, input.new_zeros(channels), input.new_ones(channels), weight, bias)
 
     with mock.patch.object(nn.functional, "batch_norm", batch_norm):
         yield
@@ -197,11 +169,10 @@ class Replay:
         *,
         reads: bool,
     ) -> None:
-        self._steps, self._recorder = steps, recorder
+        self._steps = steps
+        self._run = run
+        self._recorder = recorder
         self._epochs = [step.epoch for step in run[0]]
-        self._common_draws = []
-        for steps_of_ranks in zip(*run, strict=False):
-            self._common_draws.append([step.common_draws for step in steps_of_ranks])
         self.epoch_length = epoch_length
         self._reads = reads
 
@@ -233,17 +204,17 @@ class Replay:
 
     def _batch(self, loader: DataLoader[Any], group: Group, step: int) -> object:
         samples: list[object] = []
-        parts: list[Sequence[DrawnNumbers]] = []
+        parts = []
         replicas = []
-        for _, rank, rank_batch in group:
-            samples += [pickle.loads(packed) for packed in rank_batch.packed_samples]
-            parts += rank_batch.draws
-            for number, size in enumerate(rank_batch.sizes_of_pieces):
-                replicas.append(ReplicaSamples(size, is_first=rank == 0 and number == 0))
+        for taken in group:
+            for number, piece in enumerate(taken.rank_batch.pieces):
+                samples += [pickle.loads(packed) for packed in piece.packed_samples]
+                parts.append(piece.draws)
+                replicas.append(ReplicaSamples(piece.size, is_first=taken.rank == 0 and number == 0))
         batch = loader.collate_fn(samples)
-        size = sum(replica.samples for replica in replicas)
-        noted = RankBatch(size=size, parts=parts, common_parts=self._common_draws[step], replicas=replicas)
-        self._recorder.loading.note(batch, noted)
+        common_parts = [steps[step].common_draws for steps in self._run]
+        joined = RecordedPiece(size=len(samples), parts=parts, common_parts=common_parts, replicas=replicas)
+        self._recorder.loading.note(batch, joined)
         return batch
 
     def replace_train_dataloader(self, owner: LightningModule | LightningDataModule) -> None:

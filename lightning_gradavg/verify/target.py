@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -27,9 +27,10 @@ from lightning_gradavg._lightning.internals import (
     tensor_parallel_size,
 )
 from lightning_gradavg._support.arguments import nearest
-from lightning_gradavg.verify.twin import Built
 
 __all__ = [
+    "Build",
+    "Built",
     "Target",
     "UserRun",
     "as_list",
@@ -190,6 +191,17 @@ def as_list(value: object) -> list[object]:
     if not value:
         return []
     return [value]
+
+
+class Built(NamedTuple):
+    """What a run of the Trainer is made of, new for each run."""
+
+    module: LightningModule
+    data: Mapping[str, Any]  # the argument of `Trainer.fit` that has the data; empty if the module has them
+    options: Mapping[str, Any]  # of the Trainer
+
+
+Build: TypeAlias = Callable[[], Built]
 
 
 class UserRun(NamedTuple):

@@ -8,17 +8,18 @@ makes of some of the samples is found by training anew up to a step that has onl
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_gradavg.verify.precisions import plugin_of
 from lightning_gradavg.verify.recorder import Recorder
 from lightning_gradavg.verify.records import Record, Refused
 from lightning_gradavg.verify.replay import (
@@ -27,26 +28,14 @@ from lightning_gradavg.verify.replay import (
     Replay,
     ReplayLoader,
     TakenBatch,
-    batch_norm_of_constants,
     batch_norm_of_replicas,
     world_of_one,
 )
-from lightning_gradavg.verify.rounding import Perturbation, plugin_of
 from lightning_gradavg.verify.shards import on_mesh_of_one
 from lightning_gradavg.verify.sketches import Tensors
+from lightning_gradavg.verify.target import Build, without_types
 
-__all__ = ["Build", "Built", "StepResult", "Twin"]
-
-
-class Built(NamedTuple):
-    """What a run of the Trainer is made of, new for each run."""
-
-    module: LightningModule
-    data: Mapping[str, Any]  # the argument of `Trainer.fit` that has the data; empty if the module has them
-    options: Mapping[str, Any]  # of the Trainer
-
-
-Build: TypeAlias = Callable[[], Built]
+__all__ = ["StepResult", "Twin"]
 
 
 class StepResult(NamedTuple):
@@ -74,16 +63,14 @@ class Twin:
     Attributes:
         records: What the ranks recorded, in their order.
         build: Builds what is trained.
-        double: Whether to compute in float64.
+        precision: What to compute in.
         device: The type of the device.
-        precision: The 16-bit precision to compute in, if any.
     """
 
     records: Sequence[Record]
     build: Build
-    double: bool
+    precision: str = "64-true"
     device: str = "cpu"
-    precision: str | None = None
 
     def group_of_step(self, step: int) -> Group:
         """Return what all ranks took in a step, in the order of the window, and there of the ranks."""
@@ -101,21 +88,14 @@ class Twin:
             return True
         for step in range(len(self.records[0].steps)):
             for _, batch in groupby(self.group_of_step(step), key=_window_index):
-                sizes: list[int] = []
-                for _, _, rank_batch in batch:
-                    sizes += rank_batch.sizes_of_pieces
-                chunks = torch.arange(sum(sizes)).chunk(replicas)
-                if sizes != [len(chunk) for chunk in chunks]:
+                sizes = [piece.size for taken in batch for piece in taken.rank_batch.pieces]
+                if sizes != [len(chunk) for chunk in torch.arange(sum(sizes)).chunk(replicas)]:
                     return False
         return True
 
     def train(self) -> Record:
         """Train on one batch in each step, which holds the micro-batches of all ranks, and note what it would read."""
         return self._train(self._whole_steps(), reads=True)
-
-    def train_in_precision(self, perturbation: Perturbation | None) -> Record:
-        """Train as `train` does, from weights and inputs that are moved if there is a perturbation; read nothing."""
-        return self._train(self._whole_steps(), perturbation=perturbation)
 
     def train_in_windows(self) -> Record:
         """Train on windows, as the ranks do, of which each micro-batch holds those of all ranks."""
@@ -125,14 +105,10 @@ class Twin:
             steps.append([list(group) for _, group in by_window_index])
         return self._train(steps)
 
-    def train_step(self, group: Group, step: int, *, normalizes: bool = True) -> StepResult:
-        """Return what a step on these micro-batches alone computes, after the steps before it.
-
-        Unless it `normalizes`, batch norm takes constants for the statistics of a batch.
-        """
-        steps = [*self._whole_steps()[:step], [group]]
+    def train_step(self, group: Group, step: int) -> StepResult:
+        """Return what a step on these micro-batches alone computes, after the steps before it."""
         gc.collect()  # the module of the run before, which its Trainer and it hold in a circle
-        record = self._train(steps, normalizes=normalizes)
+        record = self._train([*self._whole_steps()[:step], [group]])
         if record.problem:
             raise Refused(record.problem)
         for stage in record.steps[step].stages:
@@ -143,22 +119,13 @@ class Twin:
     def _whole_steps(self) -> list[list[Group]]:
         return [[self.group_of_step(step)] for step in range(len(self.records[0].steps))]
 
-    def _train(
-        self,
-        steps: Sequence[Sequence[Group]],
-        *,
-        reads: bool = False,
-        perturbation: Perturbation | None = None,
-        normalizes: bool = True,
-    ) -> Record:
+    def _train(self, steps: Sequence[Sequence[Group]], *, reads: bool = False) -> Record:
         """Train on groups, which are the micro-batches of each step."""
         facts = self.records[0].facts
         window = max(len(groups) for groups in steps)
         module, data, options = self.build()
-        plugin = None
-        if self.precision is not None:
-            plugin = plugin_of(options["plugins"], self.precision, self.device)
-        recorder = Recorder(len(steps), double=self.double, reads=False, plugin=plugin, perturbation=perturbation)
+        plugin = plugin_of(options["plugins"], self.precision, self.device)
+        recorder = Recorder(len(steps), plugin, reads=False)
         run = [record.steps for record in self.records]
         replay = Replay(steps, run, recorder, facts.epoch_batches / facts.accumulation * window, reads=reads)
         if "train_dataloaders" in data:
@@ -172,9 +139,7 @@ class Twin:
             stack.enter_context(world_of_one())
             if facts.sharded:
                 stack.enter_context(on_mesh_of_one(module, self.device))
-            if not normalizes:
-                stack.enter_context(batch_norm_of_constants())
-            elif facts.replicas is not None:
+            if facts.replicas is not None:
                 stack.enter_context(batch_norm_of_replicas(recorder))
             stack.enter_context(recorder.watching(module))
             trainer.fit(module, **data)
@@ -185,10 +150,8 @@ class Twin:
 
     def _trainer(self, options: Mapping[str, Any], recorder: Recorder, window: int) -> Trainer:
         """Return a Trainer as the run has, but for one device, with windows of `window` batches."""
-        callbacks = []
-        for callback in options["callbacks"]:
-            if not isinstance(callback, GradientAccumulationScheduler):  # `window` is the length that counts
-                callbacks.append(callback)
+        # `window` is the length that counts.
+        callbacks = without_types(options["callbacks"], (GradientAccumulationScheduler,))
         changed = {
             **_OPTIONS_OF_ONE_DEVICE,
             "strategy": OneProcess(torch.device(self.device), recorder, self.records[0].facts),
