@@ -518,8 +518,9 @@ DIFFERENT = {
         for way in DETACHED
     },
     # Means and sums.
-    "weighed global mean": Run(step=global_means, loader=UNEVEN, strategy=WEIGHTED_MEAN),
-    "weighed global mean: of a sum": Run(step=global_means, strategy=SUM),
+    "non-decomposable loss: global means that are weighed": Run(
+        step=global_means, loader=UNEVEN, strategy=WEIGHTED_MEAN, says=['under reduction="mean"']
+    ),
     "sum loss": Run(
         step=sum_loss,
         factor=0.5,
@@ -782,7 +783,7 @@ ADVICE: Mapping[str, Mapping[str, Any]] = {
     "padding": {"strategy": SPLIT},
     "unread samples: sharded by hand and by the sampler": {"trainer": {"use_distributed_sampler": False}},
     "batch norm: under Lightning's sampler": {"strategy": SINGLE_DEVICE},
-    "weighed global mean": {"strategy": ours()},
+    "non-decomposable loss: global means that are weighed": {"strategy": ours()},
     "non-decomposable loss: contrastive": {"step": contrast_with_all},
     "non-decomposable loss: a variance": {"step": spread_of_all},
     "non-decomposable loss: two means of different numbers": {"step": two_global_means},

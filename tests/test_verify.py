@@ -33,7 +33,6 @@ from lightning_gradavg.verify.lines import _LIBRARIES
 from lightning_gradavg.verify.processes import reported_error
 from lightning_gradavg.verify.records import Record, RecordedStep, RunFacts, StageTensors, join_shards
 from lightning_gradavg.verify.report import Baseline, Finding, Report
-from lightning_gradavg.verify.run import require_memory
 from lightning_gradavg.verify.sketches import Difference, compare_tensors, sketch
 from lightning_gradavg.verify.target import (
     Target,
@@ -235,7 +234,7 @@ def test_a_report_has_a_verdict_and_says_what_was_compared(shown, verdict, head,
     assert (verdict, statuses) == (shown.verdict, list(shown.stages.values()))
     assert shown.equal == bool(shown) == (verdict == "equal")
     assert ("Not covered: " in str(shown)) == shown.equal
-    assert head in repr(shown)
+    assert repr(shown) == str(shown)
     assert str(shown).startswith(head)
     read = json.loads(json.dumps(shown.as_dict(), allow_nan=False))  # which has no infinity
     gone = {"name": "w", "relative": None, "found": None, "expected": 1.0, "factor": 2.0}
@@ -290,8 +289,11 @@ def test_the_pages_say_what_the_code_knows(capsys):
         ),
         (["torch.nn:Linear", "--steps", "0"], "steps must be 1 or more, got 0"),
         (["torch.nn:Linear", "--tolerance", "0"], "tolerance is a relative difference > 0, got 0.0"),
-        (["torch.nn:Linear", "--precision", "bf16"], "precision='bf16' is none of '64-true', '32-true', 'bf16-mixed', '16-mixed',"),
-        (["torch.nn:Linear", "--accelerator", "tpu"], "2 ranks need as many devices of type 'tpu', and torch finds 0"),
+        (
+            ["torch.nn:Linear", "--precision", "bf16"],
+            "precision='bf16' is none of '64-true', '32-true', 'bf16-mixed', '16-mixed',",
+        ),
+        (["torch.nn:Linear", "--accelerator", "tpu"], "accelerator must be 'cpu' or 'cuda', got 'tpu'"),
         (["torch.nn:Linear", "--strategy", "fsdp"], "DDPStrategy and ModelParallelStrategy.*got FSDPStrategy"),
         (
             ["torch.nn:Linear", "--strategy", "gradavg_model_parallel"],
@@ -339,11 +341,6 @@ def init(**given):
         (
             Target(lambda: user_run_of(MLP)).build,
             "no training data: give --data train.py:data, .*, or --data train.py:Data, a LightningDataModule",
-        ),
-        (lambda: require_memory(nn.Linear(10**8, 10**4, device="meta"), 2, precision="64-true"), "2 processes need 8e.04 GB"),
-        (
-            lambda: require_memory(nn.Linear(10**8, 10**4, device="meta"), 4, precision="64-true", sharded=True),
-            "4 processes need 1.04e.05 GB",
         ),
         (
             lambda: resolve_strategy(ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)),

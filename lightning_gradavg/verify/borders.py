@@ -47,7 +47,6 @@ def facts_of(trainer: Trainer) -> RunFacts:
         raise Refused("lr_scaling= changes the learning rate with the number of ranks: verify the run without")
     return RunFacts(
         strategy=name,
-        is_gradavg=hasattr(trainer.strategy, "facts"),
         rule=facts.rule,
         splits_batches=facts.splits_batches,
         replicated=facts.replicated,

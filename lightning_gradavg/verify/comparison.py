@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from lightning_gradavg.verify.records import Record, RecordedStep, Refused
+from lightning_gradavg.verify.records import Record, Refused
 from lightning_gradavg.verify.sketches import NEGLIGIBLE, Difference, Tensors, compare_tensors, gaps_of, size_of
 
-__all__ = ["Rounding", "Seen", "compare_records", "logged_by_all", "measure_rounding", "stages_without_numbers"]
+__all__ = ["Rounding", "Seen", "compare_records", "measure_rounding", "stages_without_numbers"]
 
 Rounding: TypeAlias = Mapping[str, Mapping[str, float]]
 """By how much rounding may change an element: by stages, and there by tensors."""
@@ -114,39 +114,32 @@ def measure_rounding(in_16_bits: Record, in_float64: Record) -> Rounding:
     """Return what rounding explains: `_MOST_OF_ROUNDING` times what it changes in the same run on one process.
 
     The largest change of all steps counts. That of a small tensor may be small by chance, so the usual one of its stage
-    is added.
+    counts if it is larger.
 
     Raises:
-        Refused: If it explains that a gradient has another sign, so that no difference shows anything.
+        Refused: If it explains that most gradients, or a buffer, are lost, so that no difference shows anything.
     """
     rounding: dict[str, dict[str, float]] = {}
     for pair in _pairs(in_16_bits, in_float64):
         of_stage = rounding.setdefault(pair.stage, {})
-        changes = {}
+        sizes = {}
+        changes = {}  # relative ones
         for name in pair.found.keys() & pair.expected.keys():
-            changes[name] = float(gaps_of(pair.found[name], pair.expected[name]).max())
+            sizes[name] = max(size_of(pair.expected[name]), 1e-300)
+            changes[name] = float(gaps_of(pair.found[name], pair.expected[name]).max()) / sizes[name]
         if not changes:
             continue
-        sizes = {name: max(size_of(pair.expected[name]), 1e-300) for name in changes}
-        usual = statistics.median(change / sizes[name] for name, change in changes.items())
-        if pair.stage == "reduced gradient" and _MOST_OF_ROUNDING * usual >= 1:
+        usual = statistics.median(changes.values())
+        # A gradient may be nothing but rounding, as of a bias before a norm.
+        lost = {"reduced gradient": usual, "buffers": max(changes.values())}.get(pair.stage, 0.0)
+        if _MOST_OF_ROUNDING * lost >= 1:
             raise Refused(
-                f"in this precision one process itself differs from float64 by {usual:.2g} of its gradient: nothing"
-                " beside rounding shows. Look for a count or a sum that is kept in 16 bits"
+                f"in this precision the {pair.stage} of one process itself is {lost:.2g} x away from float64: look for"
+                " a count or a sum that is kept in 16 bits"
             )
         for name, change in changes.items():
-            largest = max(change, usual * sizes[name])
-            of_stage[name] = max(of_stage.get(name, 0.0), _MOST_OF_ROUNDING * largest)
+            of_stage[name] = max(of_stage.get(name, 0.0), _MOST_OF_ROUNDING * max(change, usual) * sizes[name])
     return rounding
-
-
-def logged_by_all(steps_of_ranks: Sequence[RecordedStep]) -> dict[str, float]:
-    """Return the values of a step that all ranks logged alike, as with `sync_dist`."""
-    first, *others = steps_of_ranks
-    values = dict(first.logged)
-    for step in others:
-        values = {name: value for name, value in values.items() if step.logged.get(name) == value}
-    return values
 
 
 def stages_without_numbers(record: Record, steps: int) -> dict[str, str]:

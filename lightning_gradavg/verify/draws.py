@@ -50,26 +50,18 @@ class Draws(TorchDispatchMode):
 
     Attributes:
         double: Whether operators compute in float64.
-        is_of_samples: Whether samples are computed: not in an optimizer, and not behind the backward.
-        drawn: What the samples that are computed drew.
-        common_drawn: What was drawn where no samples are computed. The recorder empties it when a step ends.
+        drawn: What was drawn while these samples are computed, and behind their backward until the batch ends.
         parts: What each part of the batch drew, if one process draws that again.
-        common_parts: What each rank drew behind the backwards of the step.
         problem: Why random numbers cannot be compared; "" if they can.
-        scopes: Names of the scopes of `torch.profiler.record_function` that were entered.
     """
 
     def __init__(self, *, double: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.double = double
         self._is_paused = False
-        self.is_of_samples = True
         self.drawn: list[DrawnNumbers] = []
-        self.common_drawn: list[DrawnNumbers] = []
         self.parts: Sequence[Sequence[DrawnNumbers]] = ()
-        self.common_parts: Sequence[Sequence[DrawnNumbers]] = ()
         self.problem = ""
-        self.scopes: set[str] = set()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -84,9 +76,8 @@ class Draws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator."""
         kwargs = {} if kwargs is None else dict(kwargs)
-        if func.namespace == "profiler":
-            self.scopes.update(argument for argument in args if isinstance(argument, str))
-        elif self.double and not self._is_paused and func.namespace not in ("c10d", "fsdp"):  # those take one type
+        # Collectives take tensors of one type.
+        if self.double and not self._is_paused and func.namespace not in ("c10d", "fsdp", "profiler"):
             args, kwargs = _widened(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
@@ -103,15 +94,10 @@ class Draws(TorchDispatchMode):
         numbers = result
         if isinstance(result, tuple):  # dropout returns its mask, too
             numbers = result[-1]
-        drawn = self.drawn
-        parts = self.parts
-        if not self.is_of_samples:
-            drawn = self.common_drawn
-            parts = self.common_parts
         own = DrawnNumbers(str(func.overloadpacket), numbers.detach(), running_line())
-        of_parts = [part[len(drawn)] if len(drawn) < len(part) else None for part in parts]
-        drawn.append(own._replace(numbers=_compact(own.numbers)))
-        if not parts or self.problem:
+        of_parts = [part[len(self.drawn)] if len(self.drawn) < len(part) else None for part in self.parts]
+        self.drawn.append(own._replace(numbers=_compact(own.numbers)))
+        if not of_parts or self.problem:
             return result
         again = self._drawn_again(own, of_parts)
         if again is None:
@@ -171,15 +157,12 @@ def _joined(numbers: Sequence[Tensor], own: Tensor) -> Tensor | None:
 
 def _generator_states(args: Sequence[object], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the states of the generators that an operator may draw from."""
-    types = {torch.device(kwargs.get("device") or "cpu").type}
     states = [torch.get_rng_state()]
     for argument in (*args, *kwargs.values()):
-        if isinstance(argument, Tensor):
-            types.add(argument.device.type)
-        elif isinstance(argument, torch.Generator):
+        if isinstance(argument, torch.Generator):
             states.append(argument.get_state())
-    for device_type in sorted(types - {"cpu", "meta"}):
-        states.append(getattr(torch, device_type).get_rng_state())
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
     return states
 
 

@@ -27,7 +27,7 @@ class Evidence:
     Gradients are vectors of the sketches of those parameters that differ.
 
     Args:
-        twin: Trains one process up to the step, once for each micro-batch alone, and once for all.
+        twin: Trains one process up to the step, once for each micro-batch alone.
         seen: The difference.
         tolerance: The largest relative difference that counts as equal.
 
@@ -53,15 +53,14 @@ class Evidence:
         self.group = twin.group_of_step(seen.step)
         self.batches = [taken.rank_batch for taken in self.group]
         of_parts = [twin.train_step([taken], seen.step) for taken in self.group]
-        of_whole = twin.train_step(self.group, seen.step)
         self.losses = [result.loss for result in of_parts]
         # A part may have no gradient of a parameter, as of an embedding that its samples do not use.
         of_all: Tensors = {}
-        for tensors in (*(result.gradient for result in of_parts), of_whole.gradient, seen.found):
+        for tensors in (*(result.gradient for result in of_parts), seen.expected, seen.found):
             of_all.update(tensors)
         self.like = {name: tensor for name, tensor in of_all.items() if name in seen.names}
         self.parts = torch.stack([flat(result.gradient, self.like) for result in of_parts])
-        self.whole = flat(of_whole.gradient, self.like)
+        self.whole = flat(seen.expected, self.like)
         self.reduced = flat(seen.found, self.like)
         self.factor = multiple_of(self.reduced, self.whole, self.near)
 
@@ -80,7 +79,7 @@ class Evidence:
         if len(weights) == len(self.batches) and sum(weights) > 0:
             amounts["weights"] = weights
         amounts["mean"] = [1.0] * len(self.batches)
-        return {name: torch.tensor(of_name).double() / sum(of_name) for name, of_name in amounts.items()}
+        return {name: torch.tensor(of_name, dtype=torch.float64) / sum(of_name) for name, of_name in amounts.items()}
 
     def factors(self, gradient: Tensor) -> Mapping[str, float]:
         """Return which of the named combinations a gradient is a multiple of, and which multiple."""

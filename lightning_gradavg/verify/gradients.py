@@ -11,8 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gradavg.reduction.global_mean import SCOPE
-from lightning_gradavg.rules import RULES
 from lightning_gradavg.verify.comparison import Seen
 from lightning_gradavg.verify.evidence import Evidence
 from lightning_gradavg.verify.records import Record, Refused
@@ -36,8 +34,6 @@ def explain_gradient(evidence: Evidence, seen: Seen, records: Sequence[Record]) 
             "with the samples of the batch in a different order one process computes a different gradient: the"
             " loss, or a random draw, depends on their positions in the batch"
         )
-    if SCOPE in records[0].scopes and not _is_plain_mean(evidence):
-        return Explanation("weighed global mean", f"{evidence.multiple}: the run weighs the ranks' losses once more")
     if not evidence.right:
         return _of_compared_samples(evidence, seen, records)
     if evidence.has_other_losses:
@@ -46,16 +42,6 @@ def explain_gradient(evidence: Evidence, seen: Seen, records: Sequence[Record]) 
     if explanation is None:
         explanation = _of_change(evidence, seen, records)
     return explanation
-
-
-def _is_plain_mean(evidence: Evidence) -> bool:
-    """Return whether the run takes the plain mean of its micro-batches."""
-    rule = evidence.facts.rule
-    if not rule.uses_weight:
-        return rule == RULES["mean"]
-    shares = evidence.shares
-    weights = shares.get("weights", shares["samples"])
-    return torch.equal(weights, shares["mean"])
 
 
 def _of_compared_samples(evidence: Evidence, seen: Seen, records: Sequence[Record]) -> Explanation:

@@ -7,13 +7,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-import torch
-
 from lightning_gradavg.verify.comparison import (
     Rounding,
     Seen,
     compare_records,
-    logged_by_all,
     measure_rounding,
     stages_without_numbers,
 )
@@ -22,8 +19,8 @@ from lightning_gradavg.verify.gradients import Explanation, explain_gradient
 from lightning_gradavg.verify.precisions import is_measured
 from lightning_gradavg.verify.reading import compare_readings
 from lightning_gradavg.verify.records import Record, Refused, join_shards
-from lightning_gradavg.verify.report import STAGES, Baseline, Finding, Report, value_in_words
-from lightning_gradavg.verify.sketches import compare_tensors
+from lightning_gradavg.verify.report import STAGES, Baseline, Finding, Report
+from lightning_gradavg.verify.sketches import Tensors, compare_tensors
 from lightning_gradavg.verify.target import Build
 from lightning_gradavg.verify.twin import Twin
 
@@ -233,7 +230,7 @@ class _Judge:
     def _finding_between_ranks(self, record: Record, seen: Seen) -> Finding:
         difference = seen.difference
         detail = (
-            f"{value_in_words(seen.stage, difference.name)} {difference.found:.6g} on rank {record.rank},"
+            f"{STAGES[seen.stage].format(difference.name)} {difference.found:.6g} on rank {record.rank},"
             f" {difference.expected:.6g} on rank 0"
         )
         cause = "unsynchronised replicas"
@@ -251,12 +248,12 @@ class _Judge:
     def _logged_differences(self, alone: Record, compared_steps: int) -> list[Finding]:
         """Return the first value that all ranks logged alike, as with `sync_dist`, and that differs."""
         for position, step in enumerate(alone.steps[:compared_steps]):
-            found = {}
-            expected = {}
-            for name, value in logged_by_all([record.steps[position] for record in self._records]).items():
-                if name in step.logged:
-                    found[name] = torch.tensor([value], dtype=torch.float64)
-                    expected[name] = torch.tensor([step.logged[name]], dtype=torch.float64)
+            found: Tensors = dict(self._records[0].steps[position].logged)
+            for record in self._records:
+                logged = record.steps[position].logged
+                found = {name: value for name, value in found.items() if logged.get(name) == value}
+            expected = {name: value for name, value in step.logged.items() if name in found}
+            found = {name: found[name] for name in expected}
             differences = compare_tensors(found, expected, 10 * self._tolerance)
             if differences:
                 detail = f"`{differences[0].name}` was logged by all ranks; the training is the same"

@@ -34,7 +34,7 @@ from lightning_gradavg.verify.lines import function_in_words, is_of_user
 from lightning_gradavg.verify.loading import NO_COLLATE_FN, Loading, read_epoch, seed_process
 from lightning_gradavg.verify.records import RankBatch, Record, RecordedPiece, RecordedStep, Refused, StageTensors
 from lightning_gradavg.verify.shards import change_after_sharding, is_shard, require_shards_of_all, shard_in_whole
-from lightning_gradavg.verify.sketches import sketch
+from lightning_gradavg.verify.sketches import Tensors, sketch
 
 __all__ = ["Recorder", "loss_and_weight"]
 
@@ -69,7 +69,6 @@ class Recorder(Callback):
     on_train_start                  note the set-up and the initial weights
       _begin_batch                  for each batch, from the plugin's `convert_input`; first end the step before
         _training_step              note loss and weight; once for each piece of the batch
-        on_after_backward           from here on, no sample draws
         on_before_optimizer_step    note the reduced gradient } each time that an optimizer
         _after_optimizer_step       note the clipped gradient } takes a step
       on_train_batch_end            end with the batch
@@ -98,7 +97,7 @@ class Recorder(Callback):
         self._loader: Any = None  # the user's
         self.loading = Loading()
         self.mode = Draws(double=plugin.precision == "64-true")
-        self.record = Record(scopes=self.mode.scopes)
+        self.record = Record()
         # Of the step that is not ended yet.
         self._window: list[RankBatch] = []
         self._stages: list[StageTensors] = []
@@ -164,7 +163,6 @@ class Recorder(Callback):
             if _has_statistics_of_one_rank(layer):
                 self.record.batch_norms.append(name)
         for optimizer in trainer.optimizers:
-            optimizer.register_step_pre_hook(self._before_optimizer_step)
             optimizer.register_step_post_hook(self._after_optimizer_step)
 
     def _look_at_shards(self) -> None:
@@ -223,8 +221,6 @@ class Recorder(Callback):
         self.running = self._window[-1].pieces[index]
         self.mode.drawn = self.running.draws
         self.mode.parts = self.running.parts
-        self.mode.common_parts = self.running.common_parts
-        self.mode.is_of_samples = True
         # Python's and NumPy's generators are seen within `training_step` alone, so elsewhere all ranks draw the same.
         step = len(self.record.steps)
         seed_process(f"step {step}")
@@ -252,11 +248,6 @@ class Recorder(Callback):
             rank_batch.loss = float(loss.detach())
         return output
 
-    def on_after_backward(self, *_: object) -> None:
-        """Take what is drawn from here on as that of no sample."""
-        if self.record.facts.automatic:
-            self.mode.is_of_samples = False
-
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Note the reduced gradients, every time the optimizer asks for the loss."""
         self._take_stage("reduced gradient", self._gradients(optimizer))
@@ -279,17 +270,10 @@ class Recorder(Callback):
         yield from self.module.named_parameters()
         yield from _unregistered_tensors(self.module, self.trainer.optimizers).items()
 
-    def _before_optimizer_step(self, *_: object) -> None:
-        """In manual optimization, what an optimizer draws belongs to no sample. PyTorch calls it before each `step`."""
-        if not self.record.facts.automatic:
-            self.mode.is_of_samples = False
-
     def _after_optimizer_step(self, optimizer: Optimizer, *_: object) -> None:
         """Note what the optimizer stepped on. PyTorch calls it after each `step`."""
         self._take_stage("clipped gradient", self._gradients(optimizer))
         self._take_stage("optimizer options", _options(optimizer))
-        if not self.record.facts.automatic:
-            self.mode.is_of_samples = True
 
     def on_train_batch_end(self, *_: object) -> None:
         """End with a batch."""
@@ -301,17 +285,17 @@ class Recorder(Callback):
         It is called when the next batch arrives, because by then all hooks of the step have run.
         """
         stages = {stage.stage for stage in self._stages}
-        if "reduced gradient" in stages and "optimizer options" not in stages and hasattr(self.plugin, "scaler"):
+        has_scaler = getattr(self.plugin, "scaler", None) is not None
+        if "reduced gradient" in stages and "optimizer options" not in stages and has_scaler:
             raise Refused("a loss scaler skipped a step, as a gradient overflows: verify with a smaller init_scale")
         if "optimizer options" not in stages:
             return  # within a window
         self._take_stage("weights", self._weights())
         self._take_stage("buffers", self._compared_buffers())
-        step = RecordedStep(self._epoch, self._window, self._stages, self._logged_values(), self.mode.common_drawn)
+        step = RecordedStep(self._epoch, self._window, self._stages, self._logged_values())
         self.record.steps.append(step)
         self._window = []
         self._stages = []
-        self.mode.common_drawn = []
 
     def _compared_buffers(self) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in self.module.named_buffers():
@@ -319,14 +303,10 @@ class Recorder(Callback):
             if not name.endswith("num_batches_tracked"):
                 yield name, buffer
 
-    def _logged_values(self) -> dict[str, float]:
+    def _logged_values(self) -> Tensors:
         if len(self._window) > 1:
             return {}  # a value is that of one micro-batch, which one process does not have
-        values = {}
-        for name, value in self.trainer.callback_metrics.items():
-            if value.numel() == 1:
-                values[name] = float(value)
-        return values
+        return {name: sketch(value) for name, value in self.trainer.callback_metrics.items() if value.numel() == 1}
 
     def on_train_end(self, *_: object) -> None:
         """End with the last step."""

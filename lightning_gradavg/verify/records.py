@@ -62,7 +62,6 @@ class RecordedPiece:
         draws: The random numbers that they drew.
         unknown_because: Why the samples are not known; "" if they are.
         parts: If it joins pieces of ranks, what each of them drew.
-        common_parts: If it joins those of ranks, what each rank drew in the step behind its backward.
         replicas: If it joins those of ranks, the samples that batch norm normalizes by themselves.
     """
 
@@ -73,7 +72,6 @@ class RecordedPiece:
     draws: list[DrawnNumbers] = field(default_factory=list)
     unknown_because: str = ""
     parts: Sequence[Sequence[DrawnNumbers]] = ()
-    common_parts: Sequence[Sequence[DrawnNumbers]] = ()
     replicas: Sequence[ReplicaSamples] = ()
 
 
@@ -120,15 +118,13 @@ class RecordedStep:
         epoch: The epoch.
         batches: The micro-batches of the window.
         stages: The tensors at each stage.
-        logged: The values that were logged.
-        common_draws: Random numbers that were drawn behind the backward, or by an optimizer.
+        logged: The values that were logged, as tensors of one element.
     """
 
     epoch: int
     batches: list[RankBatch]
     stages: list[StageTensors]
-    logged: dict[str, float]
-    common_draws: list[DrawnNumbers] = field(default_factory=list)
+    logged: Tensors
 
 
 @dataclass(frozen=True)
@@ -137,7 +133,6 @@ class RunFacts:
 
     Attributes:
         strategy: The name of the strategy's class.
-        is_gradavg: Whether it is a strategy of this package.
         rule: Its reduction rule; of stock DDP the mean.
         splits_batches: Whether each rank takes its chunk of the loader's batches.
         replicated: Whether batch statistics may be those of all ranks, as a training step runs once per replica.
@@ -150,7 +145,6 @@ class RunFacts:
     """
 
     strategy: str = ""
-    is_gradavg: bool = False
     rule: Rule = RULES["mean"]
     splits_batches: bool = False
     replicated: bool = False
@@ -190,7 +184,6 @@ class Record:
         rank: The rank of the process.
         facts: How its run was set up.
         steps: The optimizer steps.
-        scopes: Names of the profiler scopes that were entered.
         reading: What one pass over the loader reads.
         batch_norms: Names of layers whose statistics are those of one rank.
         unregistered: Names of tensors that an optimizer holds and the module does not register.
@@ -206,7 +199,6 @@ class Record:
     rank: int = 0
     facts: RunFacts = field(default_factory=RunFacts)
     steps: list[RecordedStep] = field(default_factory=list)
-    scopes: set[str] = field(default_factory=set)
     reading: EpochReading = field(default_factory=EpochReading)
     batch_norms: list[str] = field(default_factory=list)
     unregistered: list[str] = field(default_factory=list)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_gradavg.verify.loading import read_epoch
 from lightning_gradavg.verify.recorder import Recorder, loss_and_weight
-from lightning_gradavg.verify.records import RankBatch, RecordedPiece, RecordedStep, Refused, ReplicaSamples, RunFacts
+from lightning_gradavg.verify.records import RankBatch, RecordedPiece, Refused, ReplicaSamples, RunFacts
 
 __all__ = [
     "Group",
@@ -116,93 +116,81 @@ def batch_norm_of_replicas(recorder: Recorder) -> Iterator[None]:
     the run.
     """
     stock_batch_norm = nn.functional.batch_norm
-    signature = inspect.signature(stock_batch_norm)
 
     def batch_norm(
-        rows: Tensor, mean: Tensor | None, variance: Tensor | None, *options: Any, **named_options: Any
+        input: Tensor,  # noqa: A002  # torch's name
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        *options: float,
+        **named_options: float,
     ) -> Tensor:
-        arguments = signature.bind(rows, mean, variance, *options, **named_options).arguments
-        if not arguments.get("training", False):
-            return stock_batch_norm(rows, mean, variance, *options, **named_options)
-        rows_per_sample, rest = divmod(len(rows), recorder.running.size)
+        if not training:
+            return stock_batch_norm(input, running_mean, running_var, weight, bias, False, *options, **named_options)
+        rows_per_sample, rest = divmod(len(input), recorder.running.size)
         if rest > 0:
             raise Refused(
-                f"batch norm gets {len(rows)} rows of {recorder.running.size} samples, so one process does not"
+                f"batch norm gets {len(input)} rows of {recorder.running.size} samples, so one process does not"
                 " know which rows are those of a replica"
             )
         replicas = recorder.running.replicas
+        of_replicas = input.split([rows_per_sample * replica.samples for replica in replicas])
         outputs = []
-        of_replicas = rows.split([rows_per_sample * replica.samples for replica in replicas])
-        for replica, rows_of_replica in zip(replicas, of_replicas, strict=True):
-            statistics: tuple[Tensor | None, Tensor | None] = (None, None)
-            if replica.is_first:
-                statistics = (mean, variance)
-            outputs.append(stock_batch_norm(rows_of_replica, *statistics, *options, **named_options))
+        for replica, rows in zip(replicas, of_replicas, strict=True):
+            means = running_mean
+            variances = running_var
+            if not replica.is_first:
+                means = None
+                variances = None
+            outputs.append(stock_batch_norm(rows, means, variances, weight, bias, True, *options, **named_options))
         return torch.cat(outputs)
 
     with mock.patch.object(nn.functional, "batch_norm", batch_norm):
         yield
 
 
+@dataclass
 class Replay:
     """Makes the batches of one process, in place of those of the user's loader.
 
-    Args:
+    Attributes:
         steps: The groups that one process takes in each step, one after the other.
-        run: The steps of each rank, which may be more than `steps`.
+        epochs: The epoch of each step.
         recorder: What records the run of one process.
         epoch_length: The number of batches in an epoch; infinity if the run's loader has no length.
         reads: Whether to note what one process would read, where it makes its first iterator.
-
-    Attributes:
-        trainer: The Trainer of one process. It is set before training, because it needs the loaders first.
+        epoch: Returns the epoch of the Trainer of one process, which is made later, because it needs the loaders first.
     """
 
-    trainer: Trainer
-
-    def __init__(
-        self,
-        steps: Sequence[Sequence[Group]],
-        run: Sequence[Sequence[RecordedStep]],
-        recorder: Recorder,
-        epoch_length: float,
-        *,
-        reads: bool,
-    ) -> None:
-        self._steps = steps
-        self._run = run
-        self._recorder = recorder
-        self._epochs = [step.epoch for step in run[0]]
-        self.epoch_length = epoch_length
-        self._reads = reads
+    steps: Sequence[Sequence[Group]]
+    epochs: Sequence[int]
+    recorder: Recorder
+    epoch_length: float
+    reads: bool
+    epoch: Callable[[], int] = int
 
     def batches(self, loader: DataLoader[Any]) -> Iterator[object]:
         """Yield the batches of the Trainer's epoch, which `loader` collates."""
-        epoch = self.trainer.current_epoch
-        if self._reads:
+        epoch = self.epoch()
+        groups: list[Group] = []
+        for step, epoch_of_step in zip(self.steps, self.epochs, strict=True):
+            if epoch_of_step == epoch:
+                groups += step
+        if self.reads:
             # Here the process is in the state in which one process would make its own iterator, so the order is its.
-            self._reads = False
-            first_batches = self._recorder.loading.first_samples(loader, self._samples_of_first_epoch())
-            self._recorder.record.reading = read_epoch(loader, first_batches)
-        for step, (groups, epoch_of_step) in enumerate(zip(self._steps, self._epochs, strict=False)):
-            if epoch_of_step != epoch:
-                continue
-            for group in groups:
-                yield self._batch(loader, group, step)
+            self.reads = False
+            samples = sum(taken.rank_batch.size for group in groups for taken in group)
+            first_batches = self.recorder.loading.first_samples(loader, samples)
+            self.recorder.record.reading = read_epoch(loader, first_batches)
+        for group in groups:
+            yield self._batch(loader, group)
         # The recorder ended the run within an epoch, when a further batch arrived. It ends this run in the same way.
-        last_step = len(self._steps) - 1
-        if epoch >= self._epochs[last_step]:
-            while True:
-                yield self._batch(loader, self._steps[last_step][-1], last_step)
+        while epoch >= self.epochs[-1]:
+            yield self._batch(loader, self.steps[-1][-1])
 
-    def _samples_of_first_epoch(self) -> int:
-        number = 0
-        for groups, epoch in zip(self._steps, self._epochs, strict=False):
-            if epoch == self._epochs[0]:
-                number += sum(taken.rank_batch.size for group in groups for taken in group)
-        return number
-
-    def _batch(self, loader: DataLoader[Any], group: Group, step: int) -> object:
+    def _batch(self, loader: DataLoader[Any], group: Group) -> object:
         samples: list[object] = []
         parts = []
         replicas = []
@@ -212,19 +200,14 @@ class Replay:
                 parts.append(piece.draws)
                 replicas.append(ReplicaSamples(piece.size, is_first=taken.rank == 0 and number == 0))
         batch = loader.collate_fn(samples)
-        common_parts = [steps[step].common_draws for steps in self._run]
-        joined = RecordedPiece(size=len(samples), parts=parts, common_parts=common_parts, replicas=replicas)
-        self._recorder.loading.note(batch, joined)
+        joined = RecordedPiece(size=len(samples), parts=parts, replicas=replicas)
+        self.recorder.loading.note(batch, joined)
         return batch
 
     def replace_train_dataloader(self, owner: LightningModule | LightningDataModule) -> None:
         """Have a module or data module return a stand-in for its own loader."""
         own_method = owner.train_dataloader
-
-        def train_dataloader() -> ReplayLoader:
-            return ReplayLoader(own_method(), self)
-
-        vars(owner)["train_dataloader"] = train_dataloader
+        vars(owner)["train_dataloader"] = lambda: ReplayLoader(own_method(), self)
 
 
 class ReplayLoader:
@@ -242,6 +225,6 @@ class ReplayLoader:
         return self._replay.batches(self._loader)
 
     def __len__(self) -> int:
-        if not math.isfinite(self._replay.epoch_length):
+        if math.isinf(self._replay.epoch_length):
             raise TypeError("the loader has no length")
         return math.ceil(self._replay.epoch_length)

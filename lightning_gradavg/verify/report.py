@@ -19,7 +19,7 @@ from lightning_gradavg._support.tree import mapped
 from lightning_gradavg.verify.causes import CAUSES
 from lightning_gradavg.verify.sketches import Difference
 
-__all__ = ["EXIT_CODES", "STAGES", "Baseline", "Finding", "Report", "value_in_words"]
+__all__ = ["EXIT_CODES", "STAGES", "Baseline", "Finding", "Report"]
 
 SCHEMA = 5
 """Version of the JSON output; raised when a field changes its name or its meaning, not when one is added."""
@@ -41,11 +41,6 @@ STAGES: Mapping[str, str] = {
 
 _BESIDE_TRAINING = ("samples", "logged values")
 """Stages of which all steps are compared. A difference in any other ends the comparison of training."""
-
-
-def value_in_words(stage: str, name: str) -> str:
-    """Return what a number at a stage is, as in "parameter `net.weight`: gradient"; the number follows."""
-    return STAGES[stage].format(name)
 
 
 @dataclass(frozen=True)
@@ -93,7 +88,7 @@ class Finding:
         difference = self.difference
         # Numbers say nothing where they are NaN, as for tensors of different sizes.
         if difference is not None and math.isfinite(difference.found) and math.isfinite(difference.expected):
-            value = value_in_words(self.stage, difference.name)
+            value = STAGES[self.stage].format(difference.name)
             lines.append(f"{value} {difference.found:.6g} here, {difference.expected:.6g} on one process")
         lines.append(f"Do: {cause.advice}.")
         lines.append(textwrap.indent(cause.code, "  "))
@@ -176,9 +171,8 @@ class Report:
         return self.equal
 
     def __repr__(self) -> str:
-        """Return the first lines and what was found, which pytest shows if the assertion fails."""
-        details = [finding.detail for finding in self.findings if not finding.note]
-        return f"<Report: {' '.join([*self._headlines(), *details, *self.remarks])}>"
+        """Return the text, which pytest shows if the assertion fails."""
+        return str(self)
 
     @property
     def verdict(self) -> str:

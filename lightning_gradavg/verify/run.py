@@ -26,7 +26,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from lightning_gradavg.verify.judge import judge
 from lightning_gradavg.verify.precisions import PRECISIONS, is_measured, plugin_of, require_precision
-from lightning_gradavg.verify.processes import ProcessCall, folder_of_run, in_processes
+from lightning_gradavg.verify.processes import folder_of_run, in_processes
 from lightning_gradavg.verify.recorder import Recorder
 from lightning_gradavg.verify.records import Record
 from lightning_gradavg.verify.report import Report
@@ -39,13 +39,7 @@ from lightning_gradavg.verify.target import (
     without_types,
 )
 
-__all__ = ["Settings", "record_run", "require_memory", "verify_target"]
-
-_NUMBERS_PER_PARAMETER = 5
-"""Weight, gradient, its copy in DDP's bucket, and two numbers of an optimizer such as Adam."""
-
-_WHOLE_NUMBERS_PER_PARAMETER = 2
-"""Of a sharded model on each process: the weight before it is sharded, or while it computes with its gradient."""
+__all__ = ["Settings", "record_run", "verify_target"]
 
 
 @dataclass(frozen=True)
@@ -68,39 +62,8 @@ class Settings:
         if self.tolerance is not None and not 0 < self.tolerance < math.inf:
             raise ValueError(f"tolerance is a relative difference > 0, got {self.tolerance}")
         require_precision(self.precision)
-        if self.accelerator != "cpu":
-            found = _device_count(self.accelerator)
-            if found < self.devices:
-                raise ValueError(
-                    f"{self.devices} ranks need as many devices of type {self.accelerator!r}, and torch finds {found};"
-                    " use accelerator 'cpu', or another type such as 'cuda'"
-                )
-
-
-def _device_count(accelerator: str) -> int:
-    """Return how many devices of a type torch finds."""
-    module: Any = getattr(torch, accelerator, None)  # such as `torch.cuda`
-    if not hasattr(module, "device_count"):
-        return 0
-    return int(module.device_count())
-
-
-def require_memory(module: LightningModule, processes: int, *, precision: str, sharded: bool = False) -> None:
-    """Check that there is as much memory as the processes need, activations aside."""
-    parameters = sum(parameter.numel() for parameter in module.parameters())
-    numbers = _NUMBERS_PER_PARAMETER * processes
-    if sharded:
-        numbers = _NUMBERS_PER_PARAMETER + _WHOLE_NUMBERS_PER_PARAMETER * processes
-    needed = 8 * parameters * numbers
-    if precision != "64-true":
-        needed //= 2
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > available:
-        raise ValueError(
-            f"{processes} processes need {needed / 1e9:.3g} GB of memory for {parameters / 1e6:.4g} million parameters"
-            f" in precision {precision}; this machine has {available / 1e9:.3g} GB. Verify a smaller model of the same"
-            " kind, or in float32, which needs half of that: --precision 32-true"
-        )
+        if self.accelerator not in ("cpu", "cuda"):
+            raise ValueError(f"accelerator must be 'cpu' or 'cuda', got {self.accelerator!r}")
 
 
 def record_run(
@@ -126,12 +89,11 @@ def verify_target(target: Target, settings: Settings) -> Report:
     """Run a target on several processes and on one, and return how the two differ."""
     quiet_options(target.options, settings.accelerator)  # a wrong one is refused before any process starts
     with folder_of_run() as folder:
-        calls = [ProcessCall(_rank, (target, rank, settings, folder)) for rank in range(settings.devices)]
+        calls = [partial(_rank, target, rank, settings, folder) for rank in range(settings.devices)]
         records = in_processes(calls)
     build = partial(target.build, settings.accelerator)
     tolerance = settings.tolerance or PRECISIONS[settings.precision]
-    arguments = (records, build, tolerance, settings.precision, settings.accelerator)
-    (result,) = in_processes([ProcessCall(judge, arguments)])
+    (result,) = in_processes([partial(judge, records, build, tolerance, settings.precision, settings.accelerator)])
     report: Report = result
     return report
 
@@ -151,16 +113,13 @@ def _rank(target: Target, rank: int, settings: Settings, folder: str) -> Record:
     try:
         module, data, options = target.build(settings.accelerator)
         strategy = resolve_strategy(options.get("strategy") or "ddp")
-        is_sharded = False
         if isinstance(strategy, ModelParallelStrategy):
-            is_sharded = True
             if is_measured(settings.precision):
                 raise ValueError(
                     f"precision={settings.precision!r} is for models that are not sharded, got"
                     f" {type(strategy).__name__}: leave it out to compare in float64"
                 )
             shard_over(strategy, settings.devices, settings.accelerator)
-        require_memory(module, settings.devices, precision=settings.precision, sharded=is_sharded)
         recorder = Recorder(settings.steps, plugin_of(options["plugins"], settings.precision, settings.accelerator))
         return record_run(recorder, strategy, {**options, "devices": settings.devices}, module, data)
     finally:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +80,7 @@ class Twin:
             for window_index, rank_batch in enumerate(record.steps[step].batches):
                 if rank_batch.counts:
                     group.append(TakenBatch(window_index, rank, rank_batch))
-        return sorted(group, key=_place_in_step)
+        return sorted(group, key=attrgetter("window_index", "rank"))
 
     def are_replicas_known(self) -> bool:
         """Return whether the ranks computed the replicas that `torch.chunk` makes of each loader batch, if any."""
@@ -87,7 +88,7 @@ class Twin:
         if replicas is None:
             return True
         for step in range(len(self.records[0].steps)):
-            for _, batch in groupby(self.group_of_step(step), key=_window_index):
+            for _, batch in groupby(self.group_of_step(step), key=attrgetter("window_index")):
                 sizes = [piece.size for taken in batch for piece in taken.rank_batch.pieces]
                 if sizes != [len(chunk) for chunk in torch.arange(sum(sizes)).chunk(replicas)]:
                     return False
@@ -101,13 +102,12 @@ class Twin:
         """Train on windows, as the ranks do, of which each micro-batch holds those of all ranks."""
         steps = []
         for step in range(len(self.records[0].steps)):
-            by_window_index = groupby(self.group_of_step(step), key=_window_index)
+            by_window_index = groupby(self.group_of_step(step), key=attrgetter("window_index"))
             steps.append([list(group) for _, group in by_window_index])
         return self._train(steps)
 
     def train_step(self, group: Group, step: int) -> StepResult:
         """Return what a step on these micro-batches alone computes, after the steps before it."""
-        gc.collect()  # the module of the run before, which its Trainer and it hold in a circle
         record = self._train([*self._whole_steps()[:step], [group]])
         if record.problem:
             raise Refused(record.problem)
@@ -121,20 +121,21 @@ class Twin:
 
     def _train(self, steps: Sequence[Sequence[Group]], *, reads: bool = False) -> Record:
         """Train on groups, which are the micro-batches of each step."""
+        gc.collect()  # the module of the run before, which its Trainer and it hold in a circle
         facts = self.records[0].facts
         window = max(len(groups) for groups in steps)
         module, data, options = self.build()
         plugin = plugin_of(options["plugins"], self.precision, self.device)
         recorder = Recorder(len(steps), plugin, reads=False)
-        run = [record.steps for record in self.records]
-        replay = Replay(steps, run, recorder, facts.epoch_batches / facts.accumulation * window, reads=reads)
+        epochs = [step.epoch for step in self.records[0].steps][: len(steps)]
+        replay = Replay(steps, epochs, recorder, facts.epoch_batches / facts.accumulation * window, reads)
         if "train_dataloaders" in data:
             data = {**data, "train_dataloaders": ReplayLoader(data["train_dataloaders"], replay)}
         for owner in (module, data.get("datamodule")):
             if isinstance(owner, (LightningModule, LightningDataModule)) and is_overridden("train_dataloader", owner):
                 replay.replace_train_dataloader(owner)
         trainer = self._trainer(options, recorder, window)
-        replay.trainer = trainer
+        replay.epoch = lambda: trainer.current_epoch
         with ExitStack() as stack:
             stack.enter_context(world_of_one())
             if facts.sharded:
@@ -160,11 +161,3 @@ class Twin:
             "accumulate_grad_batches": window,
         }
         return Trainer(**{**options, **changed})
-
-
-def _place_in_step(taken: TakenBatch) -> tuple[int, int]:
-    return taken.window_index, taken.rank
-
-
-def _window_index(taken: TakenBatch) -> int:
-    return taken.window_index
