@@ -258,7 +258,7 @@ class Run:
             "accumulate_grad_batches": self.window,
             **self.trainer,
         }
-        return Built(module, {"train_dataloaders": self.loader()}, quiet_options(options, "cpu"))
+        return Built(module, {"train_dataloaders": self.loader()}, quiet_options(options))
 
 
 def make_sampled_run(
@@ -578,7 +578,7 @@ DIFFERENT = {
     "counts: a mean under `sum`": Run(loader=UNEVEN, strategy=SUM),
     "short window": Run(loader=THREE_BATCHES, window=2),
     # A loss or a gradient that the user's code changes.
-    "hand-compensated loss: case 7": Run(
+    "multiple: case 7": Run(
         Toy,
         compensate_by_hand,
         load_case_7,
@@ -586,11 +586,10 @@ DIFFERENT = {
         steps=1,
         factor=0.875,
         says=[
-            'with it `reduction="mean"` is right',
             "parameter `net.w`: gradient 1.75 here, 2 on one process",
         ],
     ),
-    "hand-compensated loss: times the ranks, dropout": Run(make_dropout, make_scaled_step(world_size)),
+    "multiple: times the ranks, dropout": Run(make_dropout, make_scaled_step(world_size)),
     "multiple: a tiny gradient times the ranks": Run(
         make_layers_with_tiny_gradient, says=["parameter `net.0.bias`: gradient "]
     ),
@@ -721,7 +720,7 @@ DIFFERENT = {
         hooks={**SHARDS, "on_before_optimizer_step": clip_norm_of_shards},
         says=["in the clipped gradient"],
     ),
-    "hand-compensated loss: shards on four ranks": Run(
+    "multiple: shards on four ranks": Run(
         step=make_scaled_step(world_size),
         loader=EVEN_ON_FOUR_RANKS,
         strategy=stock_sharded(4),
@@ -801,8 +800,8 @@ ADVICE: Mapping[str, Mapping[str, Any]] = {
     "short window": {"strategy": GradAvgStrategy},
     "multiple: a hook after the backward": {"hooks": {}},
     "multiple: of a loss that compares samples": {"step": make_contrastive_step("lightning_gradavg")},
-    "hand-compensated loss: times the ranks, dropout": {"step": mean_loss},
-    "hand-compensated loss: case 7": {"strategy": ours()},
+    "multiple: times the ranks, dropout": {"step": mean_loss},
+    "multiple: case 7": {"strategy": ours()},
     "divide factor": {"hooks": SHARDS},
     "double division: a loss": {"step": mean_loss},
     "double division: by the count of all ranks": {"step": divide_by_global_mean},
@@ -912,7 +911,7 @@ def record_ranks_run(name: str) -> Record:
     environment = RankEnvironment()
     plugins = [*options["plugins"], environment]
     options = {**options, "plugins": plugins, "devices": environment.ranks_on_node}
-    recorder = Recorder(run.steps, plugin_of(plugins, run.precision, "cpu"))
+    recorder = Recorder(run.steps, plugin_of(plugins, run.precision))
     return record_run(recorder, run.strategy(), options, module, data)
 
 

@@ -283,7 +283,7 @@ def record_ranks(name: str) -> Record:
     plugins = [*options["plugins"], environment]
     options = {**options, "plugins": plugins, "devices": environment.ranks_on_node}
     return record_run(
-        Recorder(run.steps, plugin_of(plugins, run.precision, "cpu")), run.strategy(), options, module, data
+        Recorder(run.steps, plugin_of(plugins, run.precision)), run.strategy(), options, module, data
     )
 
 

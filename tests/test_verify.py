@@ -39,7 +39,6 @@ from lightning_gradavg.verify.target import (
     imported,
     quiet_options,
     resolve_strategy,
-    shard_over,
     user_run_of,
 )
 
@@ -293,7 +292,6 @@ def test_the_pages_say_what_the_code_knows(capsys):
             ["torch.nn:Linear", "--precision", "bf16"],
             "precision='bf16' is none of '64-true', '32-true', 'bf16-mixed', '16-mixed',",
         ),
-        (["torch.nn:Linear", "--accelerator", "tpu"], "accelerator must be 'cpu' or 'cuda', got 'tpu'"),
         (["torch.nn:Linear", "--strategy", "fsdp"], "DDPStrategy and ModelParallelStrategy.*got FSDPStrategy"),
         (
             ["torch.nn:Linear", "--strategy", "gradavg_model_parallel"],
@@ -346,10 +344,6 @@ def init(**given):
             lambda: resolve_strategy(ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)),
             "ModelParallelStrategy has tensor_parallel_size=2 .*Set tensor_parallel_size=1",
         ),
-        (
-            lambda: shard_over(ModelParallelStrategy(tensor_parallel_size=1), 2, "cuda"),
-            "sharded models on the CPU, got accelerator 'cuda'",
-        ),
         (lambda: init(lr="high"), "--init: .*lr.*float'>. Got value: high"),
         (lambda: init(width=3), "--init: Option 'width' is not accepted"),
         (lambda: imported("nowhere:Net"), "'nowhere:Net' cannot be imported: No module named 'nowhere'"),
@@ -367,7 +361,7 @@ def test_options_of_the_trainer_are_kept_but_for_the_noise():
     """The user's options and callbacks stay, those that log, save, search or stop go."""
     schedule = GradientAccumulationScheduler({0: 2})
     callbacks = [LearningRateMonitor(), LearningRateFinder(), schedule]
-    kept = quiet_options({"gradient_clip_val": 0.5, "callbacks": callbacks, "logger": True}, "cpu")
+    kept = quiet_options({"gradient_clip_val": 0.5, "callbacks": callbacks, "logger": True})
     assert (0.5, [schedule], "cpu") == tuple(kept[name] for name in ("gradient_clip_val", "callbacks", "accelerator"))
 
 

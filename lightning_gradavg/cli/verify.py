@@ -57,9 +57,6 @@ def _parser() -> argparse.ArgumentParser:
     settings.add_argument("--devices", type=int, default=2, metavar="N", help="processes (default: 2)")
     settings.add_argument("--steps", type=int, default=3, metavar="N", help="global batches (default: 3)")
     settings.add_argument(
-        "--accelerator", default="cpu", metavar="TYPE", help="a type of device: cpu, cuda (default: cpu)"
-    )
-    settings.add_argument(
         "--precision",
         default="64-true",
         metavar="NAME",
@@ -150,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(explanation(args.explain))
         return 0
     try:
-        settings = Settings(args.devices, args.steps, args.accelerator, args.tolerance, args.precision)
+        settings = Settings(args.devices, args.steps, args.tolerance, args.precision)
         report = verify_target(_target(args, further), settings)
     except Exception as error:  # noqa: BLE001  # no failure may look like a verdict
         print(f"gradavg verify: error: {error}", file=sys.stderr)

@@ -20,13 +20,12 @@ def verify(
     strategy: Any = "ddp",
     devices: int = 2,
     steps: int = 3,
-    accelerator: str = "cpu",
     tolerance: float | None = None,
     precision: str = "64-true",
     seed: int = 0,
     **trainer_options: Any,
 ) -> Report:
-    """Train a few steps on `devices` processes and on one, and say whether the results are equal.
+    """Train a few steps on `devices` processes and on one, all on the CPU, and say whether the results are equal.
 
     Arguments are pickled to send them to the processes.
 
@@ -37,7 +36,6 @@ def verify(
             or of sharded models `ModelParallelStrategy` or `GradAvgModelParallelStrategy`.
         devices: The number of processes.
         steps: The number of global batches.
-        accelerator: "cpu", or a type of device such as "cuda", with one for each process.
         tolerance: The largest relative difference that counts as equal; default: 1e-8, in "32-true" 1e-4.
         precision: What both runs compute in: "64-true", or "32-true" for models that cannot compute in float64, or
             "bf16-mixed", "16-mixed" or "bf16-true" for faults of low precision. What counts as equal there is what
@@ -55,6 +53,6 @@ def verify(
     """
     from lightning_gradavg.verify import run, target  # noqa: PLC0415  # a script that trains does not need them
 
-    settings = run.Settings(devices, steps, accelerator, tolerance, precision)
+    settings = run.Settings(devices, steps, tolerance, precision)
     read = partial(target.user_run_of, module, data)
     return run.verify_target(target.Target(read, {**trainer_options, "strategy": strategy}, seed), settings)

@@ -161,8 +161,6 @@ def _generator_states(args: Sequence[object], kwargs: Mapping[str, Any]) -> list
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, torch.Generator):
             states.append(argument.get_state())
-    if torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
     return states
 
 

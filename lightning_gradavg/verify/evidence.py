@@ -38,7 +38,6 @@ class Evidence:
         group: The micro-batches of all ranks.
         batches: The same, without their places.
         parts: `P`, a row for each micro-batch.
-        losses: The losses of one process for each of them.
         whole: `F`.
         reduced: `G`.
         like: Sketches that have the names and the order of the vectors.
@@ -52,14 +51,13 @@ class Evidence:
         self.world_size = len(twin.records)
         self.group = twin.group_of_step(seen.step)
         self.batches = [taken.rank_batch for taken in self.group]
-        of_parts = [twin.train_step([taken], seen.step) for taken in self.group]
-        self.losses = [result.loss for result in of_parts]
+        gradients = [twin.gradient_of([taken], seen.step) for taken in self.group]
         # A part may have no gradient of a parameter, as of an embedding that its samples do not use.
         of_all: Tensors = {}
-        for tensors in (*(result.gradient for result in of_parts), seen.expected, seen.found):
+        for tensors in (*gradients, seen.expected, seen.found):
             of_all.update(tensors)
         self.like = {name: tensor for name, tensor in of_all.items() if name in seen.names}
-        self.parts = torch.stack([flat(result.gradient, self.like) for result in of_parts])
+        self.parts = torch.stack([flat(gradient, self.like) for gradient in gradients])
         self.whole = flat(seen.expected, self.like)
         self.reduced = flat(seen.found, self.like)
         self.factor = multiple_of(self.reduced, self.whole, self.near)
@@ -125,21 +123,8 @@ class Evidence:
     @property
     def depends_on_order(self) -> bool:
         """Whether one process computes another gradient of the same samples in another order."""
-        reversed_order = self._twin.train_step(self.group[::-1], self._step).gradient
+        reversed_order = self._twin.gradient_of(self.group[::-1], self._step)
         return not gap_between(flat(reversed_order, self.like), self.whole) <= self.near
-
-    @cached_property
-    def loss_ratios(self) -> Tensor:
-        """The loss of each micro-batch on its rank over that of the same samples on one process."""
-        on_ranks = torch.tensor([rank_batch.loss for rank_batch in self.batches], dtype=torch.float64)
-        return on_ranks / torch.tensor(self.losses, dtype=torch.float64)
-
-    @property
-    def has_other_losses(self) -> bool:
-        """Whether a rank computed another loss than one process does of the same samples."""
-        ratios = self.loss_ratios
-        # A loss of 0, or of a micro-batch without terms, has no ratio.
-        return bool(((ratios[ratios.isfinite()] - 1).abs() > self.near).any())
 
     def is_close(self, factor: float, expected: float) -> bool:
         """Return whether a factor is another, but for rounding."""

@@ -36,8 +36,6 @@ def explain_gradient(evidence: Evidence, seen: Seen, records: Sequence[Record]) 
         )
     if not evidence.right:
         return _of_compared_samples(evidence, seen, records)
-    if evidence.has_other_losses:
-        return _of_losses(evidence)
     explanation = _of_combination(evidence, records)
     if explanation is None:
         explanation = _of_change(evidence, seen, records)
@@ -60,19 +58,6 @@ def _of_compared_samples(evidence: Evidence, seen: Seen, records: Sequence[Recor
     if evidence.factor is not None and len(evidence.whole) > 1:  # one number is a multiple of any other
         return Explanation("multiple", multiple)
     return Explanation("non-decomposable loss", detail + _changed_by(seen, records[0]))
-
-
-def _of_losses(evidence: Evidence) -> Explanation:
-    """Return why the ranks' losses are not those of one process."""
-    ratios = evidence.loss_ratios
-    detail = f"{evidence.multiple}; the ranks' losses are {_listed(ratios)} x those of the same samples on one process"
-    if evidence.factor is not None and evidence.is_close(evidence.factor, 1 / evidence.world_size):
-        return Explanation("double division", detail)
-    if gap_between(ratios / len(ratios) @ evidence.parts, evidence.whole) <= evidence.near:
-        return Explanation("hand-compensated loss", f'{detail}; with it `reduction="mean"` is right')
-    if torch.allclose(ratios, ratios[0], rtol=evidence.near, atol=0.0):
-        return Explanation("hand-compensated loss", detail)
-    return Explanation("unexplained", detail)
 
 
 def _of_combination(evidence: Evidence, records: Sequence[Record]) -> Explanation | None:

@@ -47,12 +47,10 @@ _OF_WINDOWS = (
 """Causes that state which changes with every micro-batch may have, too."""
 
 
-def judge(
-    records: Sequence[Record], build: Build, tolerance: float, precision: str = "64-true", accelerator: str = "cpu"
-) -> Report:
+def judge(records: Sequence[Record], build: Build, tolerance: float, precision: str = "64-true") -> Report:
     """Return how a run, as all ranks recorded it, differs from one process, and why."""
     facts = records[0].facts
-    twin = Twin(records, build, precision, accelerator)
+    twin = Twin(records, build, precision)
     problem = _first_problem(records, twin)
     if problem:
         return Report(facts.strategy, facts.rule.name, len(records), 0, math.nan, remarks=[problem])

@@ -37,7 +37,7 @@ def is_measured(name: str) -> bool:
     return name not in ("64-true", "32-true")
 
 
-def plugin_of(plugins: Sequence[object], name: str, device_type: str) -> Precision:
+def plugin_of(plugins: Sequence[object], name: str) -> Precision:
     """Return the precision plugin of a run: the user's, if one of `plugins` is for these 16 bits, or Lightning's."""
     if name == "64-true":
         return DoublePrecision()
@@ -49,6 +49,6 @@ def plugin_of(plugins: Sequence[object], name: str, device_type: str) -> Precisi
     if name == "bf16-true":
         return HalfPrecision("bf16-true")
     if name == "bf16-mixed":
-        return MixedPrecision("bf16-mixed", device_type)
+        return MixedPrecision("bf16-mixed", "cpu")
     # Made here, because Lightning replaces "16-mixed" on a CPU by "bf16-mixed".
-    return MixedPrecision("16-mixed", device_type, torch.amp.GradScaler(device_type, init_scale=_LOSS_SCALE))
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=_LOSS_SCALE))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -241,11 +240,7 @@ class Recorder(Callback):
         _, *others_after = random_state()
         if others_before != others_after:
             self.mode.problem = self.mode.problem or of_no_sample("a generator of Python or NumPy")
-        loss, rank_batch.weight = loss_and_weight(output)
-        # The loss of a piece is not that of the batch. The first value is kept: L-BFGS asks for several in one step.
-        is_of_batch = len(rank_batch.pieces) == 1 and math.isnan(rank_batch.loss)
-        if is_of_batch and isinstance(loss, Tensor) and loss.numel() == 1:
-            rank_batch.loss = float(loss.detach())
+        rank_batch.weight = loss_and_weight(output).weight
         return output
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:

@@ -82,13 +82,11 @@ class RankBatch:
     Attributes:
         pieces: What the rank computed at once, one after the other.
         counts: Whether its samples count: not if the strategy only kept the rank busy.
-        loss: The value of the loss; of the first, if an optimizer asks for several.
         weight: The weight that `training_step` returned with it.
     """
 
     pieces: Sequence[RecordedPiece]
     counts: bool = True
-    loss: float = math.nan
     weight: float | None = None
 
     @property

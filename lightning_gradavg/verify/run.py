@@ -24,6 +24,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
+from lightning_gradavg._lightning.internals import set_data_parallel_size, view_gradients
 from lightning_gradavg.verify.judge import judge
 from lightning_gradavg.verify.precisions import PRECISIONS, is_measured, plugin_of, require_precision
 from lightning_gradavg.verify.processes import folder_of_run, in_processes
@@ -35,7 +36,6 @@ from lightning_gradavg.verify.target import (
     is_importing,
     quiet_options,
     resolve_strategy,
-    shard_over,
     without_types,
 )
 
@@ -48,7 +48,6 @@ class Settings:
 
     devices: int = 2
     steps: int = 3
-    accelerator: str = "cpu"
     tolerance: float | None = None  # None for that of the precision
     precision: str = "64-true"
 
@@ -62,8 +61,6 @@ class Settings:
         if self.tolerance is not None and not 0 < self.tolerance < math.inf:
             raise ValueError(f"tolerance is a relative difference > 0, got {self.tolerance}")
         require_precision(self.precision)
-        if self.accelerator not in ("cpu", "cuda"):
-            raise ValueError(f"accelerator must be 'cpu' or 'cuda', got {self.accelerator!r}")
 
 
 def record_run(
@@ -87,13 +84,12 @@ def record_run(
 
 def verify_target(target: Target, settings: Settings) -> Report:
     """Run a target on several processes and on one, and return how the two differ."""
-    quiet_options(target.options, settings.accelerator)  # a wrong one is refused before any process starts
+    quiet_options(target.options)  # a wrong one is refused before any process starts
     with folder_of_run() as folder:
         calls = [partial(_rank, target, rank, settings, folder) for rank in range(settings.devices)]
         records = in_processes(calls)
-    build = partial(target.build, settings.accelerator)
     tolerance = settings.tolerance or PRECISIONS[settings.precision]
-    (result,) = in_processes([partial(judge, records, build, tolerance, settings.precision, settings.accelerator)])
+    (result,) = in_processes([partial(judge, records, target.build, tolerance, settings.precision)])
     report: Report = result
     return report
 
@@ -103,24 +99,25 @@ def _rank(target: Target, rank: int, settings: Settings, folder: str) -> Record:
     cores = os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // settings.devices))
     dist.init_process_group(
-        # Without a backend the group would serve the machine's accelerator alone, and a run on its CPU not.
-        dist.Backend.default_device_backend_map[settings.accelerator],
+        "gloo",
         store=dist.FileStore(f"{folder}/store", settings.devices),
         rank=rank,
         world_size=settings.devices,
         timeout=timedelta(seconds=300),
     )
     try:
-        module, data, options = target.build(settings.accelerator)
+        module, data, options = target.build()
         strategy = resolve_strategy(options.get("strategy") or "ddp")
+        if isinstance(strategy, DDPStrategy):
+            view_gradients(strategy)
         if isinstance(strategy, ModelParallelStrategy):
             if is_measured(settings.precision):
                 raise ValueError(
                     f"precision={settings.precision!r} is for models that are not sharded, got"
                     f" {type(strategy).__name__}: leave it out to compare in float64"
                 )
-            shard_over(strategy, settings.devices, settings.accelerator)
-        recorder = Recorder(settings.steps, plugin_of(options["plugins"], settings.precision, settings.accelerator))
+            set_data_parallel_size(strategy, settings.devices)  # the user's run may have more processes
+        recorder = Recorder(settings.steps, plugin_of(options["plugins"], settings.precision))
         return record_run(recorder, strategy, {**options, "devices": settings.devices}, module, data)
     finally:
         dist.destroy_process_group()

@@ -84,13 +84,13 @@ def _ignore(*_: object, **__: object) -> None:
 
 
 @contextmanager
-def on_mesh_of_one(module: LightningModule, device_type: str) -> Iterator[None]:
+def on_mesh_of_one(module: LightningModule) -> Iterator[None]:
     """Have a module shard itself over the one rank of the running process group, on the mesh that Lightning would make.
 
     One process has no sum over ranks. What the user says about it is ignored: otherwise a run whose gradients are
     divided by a wrong number, or are never summed, would equal one process that does the same.
     """
-    mesh = init_device_mesh(device_type, (1, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     set_device_mesh(module, mesh)
     sharded = class_of_sharded_modules()
     ignored: dict[str, Any] = {}

@@ -160,14 +160,11 @@ def flat(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:
 
 
 def gap_between(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of two vectors over the largest element expected."""
+    """Return the largest difference of two vectors over the largest element expected; NaN if that is not finite."""
     gap = float((found - expected).abs().max())
-    largest = float(expected.abs().max())
-    if largest:  # NaN, too, which makes the result NaN
-        return gap / largest
-    if gap:
-        return math.inf
-    return 0.0
+    if gap == 0:
+        return gap
+    return gap / max(float(expected.abs().max()), 1e-300)
 
 
 def multiple_of(found: Tensor, expected: Tensor, near: float) -> float | None:

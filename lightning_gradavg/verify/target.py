@@ -22,7 +22,6 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Str
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_gradavg._lightning.internals import (
-    set_data_parallel_size,
     start_no_processes,
     tensor_parallel_size,
 )
@@ -38,7 +37,6 @@ __all__ = [
     "is_importing",
     "quiet_options",
     "resolve_strategy",
-    "shard_over",
     "user_run_of",
     "without_types",
 ]
@@ -146,13 +144,6 @@ def resolve_strategy(strategy: object) -> DDPStrategy | ModelParallelStrategy:
     )
 
 
-def shard_over(strategy: ModelParallelStrategy, processes: int, accelerator: str) -> None:
-    """Have a strategy shard over the processes of verify, where the user's run may have more of them."""
-    if accelerator != "cpu":
-        raise ValueError(f"verify compares sharded models on the CPU, got accelerator {accelerator!r}: leave it out")
-    set_data_parallel_size(strategy, processes)
-
-
 def _require_no_tensor_parallelism(strategy: ModelParallelStrategy) -> None:
     """Raise a ValueError if several ranks compute a loss together."""
     size = tensor_parallel_size(strategy)
@@ -164,7 +155,7 @@ def _require_no_tensor_parallelism(strategy: ModelParallelStrategy) -> None:
         )
 
 
-def quiet_options(options: Mapping[str, Any], accelerator: str) -> dict[str, Any]:
+def quiet_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a Trainer that trains like the user's, but does not log, save or validate."""
     known = [name for name in inspect.signature(Trainer.__init__).parameters if name != "self"]
     for name in sorted(options.keys() - set(known)):
@@ -173,7 +164,7 @@ def quiet_options(options: Mapping[str, Any], accelerator: str) -> dict[str, Any
         **options,
         **_QUIET,
         "logger": DummyLogger(),  # modules may write to `self.logger.experiment`
-        "accelerator": accelerator,
+        "accelerator": "cpu",
         "plugins": without_types(as_list(options.get("plugins")), _REPLACED_PLUGINS),
         "callbacks": without_types(as_list(options.get("callbacks")), _REMOVED_CALLBACKS),
     }
@@ -235,7 +226,7 @@ class Target:
     options: Mapping[str, Any] = field(default_factory=dict)  # of the Trainer, which override those that are read
     seed: int = 0
 
-    def build(self, accelerator: str = "cpu") -> Built:
+    def build(self) -> Built:
         """Seed, and return what a quiet run of the Trainer is made of."""
         seed_everything(self.seed, workers=True, verbose=False)
         with mock.patch.object(Trainer, "fit", _refuse):
@@ -257,4 +248,4 @@ class Target:
             data_arguments["datamodule"] = data
         elif data is not None:
             data_arguments["train_dataloaders"] = data
-        return Built(module, data_arguments, quiet_options({**options, **self.options}, accelerator))
+        return Built(module, data_arguments, quiet_options({**options, **self.options}))

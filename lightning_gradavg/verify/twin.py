@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -36,14 +36,7 @@ from lightning_gradavg.verify.shards import on_mesh_of_one
 from lightning_gradavg.verify.sketches import Tensors
 from lightning_gradavg.verify.target import Build, without_types
 
-__all__ = ["StepResult", "Twin"]
-
-
-class StepResult(NamedTuple):
-    """What one process computes of a group."""
-
-    gradient: Tensors
-    loss: float
+__all__ = ["Twin"]
 
 
 _OPTIONS_OF_ONE_DEVICE: Mapping[str, Any] = {
@@ -65,13 +58,11 @@ class Twin:
         records: What the ranks recorded, in their order.
         build: Builds what is trained.
         precision: What to compute in.
-        device: The type of the device.
     """
 
     records: Sequence[Record]
     build: Build
     precision: str = "64-true"
-    device: str = "cpu"
 
     def group_of_step(self, step: int) -> Group:
         """Return what all ranks took in a step, in the order of the window, and there of the ranks."""
@@ -106,14 +97,14 @@ class Twin:
             steps.append([list(group) for _, group in by_window_index])
         return self._train(steps)
 
-    def train_step(self, group: Group, step: int) -> StepResult:
-        """Return what a step on these micro-batches alone computes, after the steps before it."""
+    def gradient_of(self, group: Group, step: int) -> Tensors:
+        """Return the gradient of a step on these micro-batches alone, after the steps before it."""
         record = self._train([*self._whole_steps()[:step], [group]])
         if record.problem:
             raise Refused(record.problem)
         for stage in record.steps[step].stages:
             if stage.stage == "reduced gradient":
-                return StepResult(stage.tensors, record.steps[step].batches[-1].loss)
+                return stage.tensors
         raise AssertionError("a step that was recorded has a reduced gradient")
 
     def _whole_steps(self) -> list[list[Group]]:
@@ -125,7 +116,7 @@ class Twin:
         facts = self.records[0].facts
         window = max(len(groups) for groups in steps)
         module, data, options = self.build()
-        plugin = plugin_of(options["plugins"], self.precision, self.device)
+        plugin = plugin_of(options["plugins"], self.precision)
         recorder = Recorder(len(steps), plugin, reads=False)
         epochs = [step.epoch for step in self.records[0].steps][: len(steps)]
         replay = Replay(steps, epochs, recorder, facts.epoch_batches / facts.accumulation * window, reads)
@@ -139,7 +130,7 @@ class Twin:
         with ExitStack() as stack:
             stack.enter_context(world_of_one())
             if facts.sharded:
-                stack.enter_context(on_mesh_of_one(module, self.device))
+                stack.enter_context(on_mesh_of_one(module))
             if facts.replicas is not None:
                 stack.enter_context(batch_norm_of_replicas(recorder))
             stack.enter_context(recorder.watching(module))
@@ -155,7 +146,7 @@ class Twin:
         callbacks = without_types(options["callbacks"], (GradientAccumulationScheduler,))
         changed = {
             **_OPTIONS_OF_ONE_DEVICE,
-            "strategy": OneProcess(torch.device(self.device), recorder, self.records[0].facts),
+            "strategy": OneProcess(torch.device("cpu"), recorder, self.records[0].facts),
             "callbacks": [*callbacks, recorder],
             "plugins": [recorder.plugin],
             "accumulate_grad_batches": window,
