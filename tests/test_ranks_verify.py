@@ -91,7 +91,6 @@ from verified_runs import (
     loss_and_temperature,
     make_adams,
     make_batch_norm,
-    make_batch_norm_and_dropout,
     make_batch_norm_in_evaluation,
     make_batch_norm_of_nodes,
     make_clamped_layers,
@@ -119,6 +118,7 @@ from verified_runs import (
     make_sampler_by_halves,
     make_sampler_in_other_orders,
     make_sampler_in_turn,
+    make_sampler_that_leaves_out,
     make_scaled_step,
     make_seeded_langevin,
     make_sgd,
@@ -273,9 +273,6 @@ def make_sampled_run(
 # 1. Healthy runs.
 
 EQUAL = {
-    "replicas of graphs, batch norm": Run(
-        make_batch_norm, mean_loss_of_graphs, make_plain_loader(24, 8, collate_fn=Graphs), FOUR_REPLICAS
-    ),
     # Rules.
     "case 41": Run(make_dropout),
     "a sum loss, `sum`": Run(step=sum_loss, loader=UNEVEN_LATER, strategy=SUM, steps=1),
@@ -341,34 +338,24 @@ EQUAL = {
         strategy=ours(split_batches=True, max_device_batch_size=2),
         window=2,
     ),
-    # Replicas, whose batch norm takes the statistics of each.
-    "replicas, batch norm, uneven chunks": Run(
-        make_batch_norm, loader=make_plain_loader(14, 7), strategy=DATA_PARALLEL
-    ),
-    "replicas, batch norm, weights": Run(
-        make_batch_norm,
-        make_weighted_step(mean_loss_without_class_0, count_without_class_0),
-        make_plain_loader(21, 7),
-        DATA_PARALLEL,
+    # Replicas.
+    "replicas, weights": Run(
+        step=make_weighted_step(mean_loss_without_class_0, count_without_class_0),
+        loader=make_plain_loader(21, 7),
+        strategy=DATA_PARALLEL,
         steps=3,
     ),
-    "replicas, batch norm, dropout, four for two ranks": Run(
-        make_batch_norm_and_dropout,
+    "replicas, dropout, four for two ranks": Run(
+        make_dropout,
         make_weighted_step(mean_loss_without_class_0, count_without_class_0),
         make_plain_loader(28, 14),
         FOUR_REPLICAS,
     ),
-    "replicas, batch norm, windows, three ranks": Run(
-        make_batch_norm, loader=make_plain_loader(33, 11), strategy=DATA_PARALLEL, window=2, ranks=3
-    ),
+    "replicas, windows, three ranks": Run(loader=make_plain_loader(33, 11), strategy=DATA_PARALLEL, window=2, ranks=3),
     "replicas of a class of their own": Run(
-        make_batch_norm, mean_loss_of_graphs, make_plain_loader(14, 7, collate_fn=Graphs), DATA_PARALLEL
+        step=mean_loss_of_graphs, loader=make_plain_loader(14, 7, collate_fn=Graphs), strategy=DATA_PARALLEL
     ),
-    "replicas, the same bits": Run(
-        make_batch_norm,
-        loader=make_plain_loader(16, 8),
-        strategy=ours(reproducible=True, num_replicas=2),
-    ),
+    "replicas, the same bits": Run(loader=make_plain_loader(16, 8), strategy=ours(reproducible=True, num_replicas=2)),
     # Batches of other kinds.
     "padded texts with their weights, dropout": make_sampled_run(
         make_words_with_dropout, weighted_mean_over_tokens, load_texts, strategy=WEIGHTED_MEAN
@@ -397,6 +384,10 @@ EQUAL = {
     ),
     "a stream whose samples rank 1 moves": Run(
         loader=make_stream_loader("every W-th", read_moved), says=["would read 4 of the 8 samples of step 0"]
+    ),
+    "a sampler in an order of each rank's own": Run(
+        loader=make_plain_loader(make_sampler=make_sampler_in_other_orders),
+        says=["would read others by itself", "of the 8 samples of step 0"],
     ),
     "a sampler of your own": Run(loader=make_plain_loader(make_sampler=make_sampler_in_turn)),
     # Random numbers that all ranks draw behind one seed, of the shape of weights.
@@ -544,30 +535,27 @@ DIFFERENT = {
     ),
     "counts: class weights": Run(step=mean_loss_of_weighted_classes, strategy=WEIGHTED_MEAN),
     "counts: tokens of replicas without weights": Run(
-        make_batch_norm,
-        mean_loss_without_class_0,
-        make_plain_loader(14, 7),
-        DATA_PARALLEL,
+        step=mean_loss_without_class_0,
+        loader=make_plain_loader(14, 7),
+        strategy=DATA_PARALLEL,
         # "mean" takes the weight under presets, so the diff ends with it, and has no other strategy.
         says=["Do: return ", "such as (targets != -100).sum()"],
     ),
     "sum loss: of four replicas on two ranks": Run(
-        make_batch_norm_and_dropout, sum_loss, make_plain_loader(16, 8), FOUR_REPLICAS, factor=0.25
+        make_dropout, sum_loss, make_plain_loader(16, 8), FOUR_REPLICAS, factor=0.25
     ),
     "counts: weights of replicas": Run(
-        make_batch_norm,
-        make_weighted_step(mean_loss, count_without_class_0),
-        make_plain_loader(16, 8),
-        DATA_PARALLEL,
+        step=make_weighted_step(mean_loss, count_without_class_0),
+        loader=make_plain_loader(16, 8),
+        strategy=DATA_PARALLEL,
     ),
     "unexplained: weights of four replicas on two ranks": Run(
-        make_batch_norm,
-        make_weighted_step(mean_loss, count_without_class_0),
-        make_plain_loader(28, 14),
-        FOUR_REPLICAS,
+        step=make_weighted_step(mean_loss, count_without_class_0),
+        loader=make_plain_loader(28, 14),
+        strategy=FOUR_REPLICAS,
     ),
     "unsynchronised replicas: rates of replicas": Run(
-        make_batch_norm, loader=make_plain_loader(24, 8), strategy=DATA_PARALLEL, optimizer=make_sgd_by_rank
+        loader=make_plain_loader(24, 8), strategy=DATA_PARALLEL, optimizer=make_sgd_by_rank
     ),
     "buffers of one rank: of replicas": Run(
         make_layers_with_buffer,
@@ -824,7 +812,10 @@ NOT_SHOWN = {
     "trains replicas in manual optimization": Run(
         make_batch_norm, make_manual_step(), make_plain_loader(14, 7), DATA_PARALLEL, is_manual=True
     ),
-    "something beside batch norm compares the samples of a replica": Run(
+    "`net.1` normalizes by the samples of a replica": Run(
+        make_batch_norm, loader=make_plain_loader(14, 7), strategy=DATA_PARALLEL
+    ),
+    "something compares the samples of a replica with each other": Run(
         step=spread_of_batch, loader=make_plain_loader(14, 7), strategy=DATA_PARALLEL
     ),
     "the buffer 'net.seen' is that of replica 0": Run(
@@ -869,8 +860,8 @@ NOT_SHOWN = {
     "use one DataLoader": make_sampled_run(step=mean_loss_of_first_loader, loader=load_two),
     "no collate_fn makes the loader's batches": Run(loader=load_batches_without_collating),
     "a sample cannot be copied": make_sampled_run(loader=load_samples_with_function),
-    "by a sampler of your own, the ranks leave out": Run(
-        loader=make_plain_loader(make_sampler=make_sampler_in_other_orders)
+    "by a sampler of your own, the ranks read 28 samples": Run(
+        loader=make_plain_loader(make_sampler=make_sampler_that_leaves_out)
     ),
     "1 samples of an epoch are read twice": make_sampled_run(loader=make_plain_loader(31)),
 }

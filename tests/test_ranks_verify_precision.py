@@ -1,7 +1,7 @@
 """`gradavg verify --precision`: faults that exist in low precision alone, and healthy runs in the same precisions.
 
-Rows are those of `test_ranks_verify.py`, with a precision. To add a fault, have it do nothing in float64, where functions
-of this file find float64 weights.
+Rows are those of `test_ranks_verify.py`, with a precision. To add a fault, have it do nothing in float64, where
+functions of this file find float64 weights.
 """
 
 from __future__ import annotations

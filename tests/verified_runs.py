@@ -80,10 +80,6 @@ def make_batch_norm_in_evaluation() -> nn.Module:
     return make_batch_norm(track_running_stats=False).eval()
 
 
-def make_batch_norm_and_dropout() -> nn.Module:
-    return make_layers(nn.BatchNorm1d(8), nn.Dropout(0.5))
-
-
 def make_dropout() -> nn.Module:
     return make_layers(nn.Dropout(0.5))
 
@@ -896,6 +892,14 @@ def make_sampler_in_other_orders() -> list[int]:
     """Return a user's sampler that deals indices in an order of its own on each rank, so some are left out."""
     generator = torch.Generator().manual_seed(rank())
     return in_turn(torch.randperm(32, generator=generator).tolist())
+
+
+def make_sampler_that_leaves_out() -> list[int]:
+    """Return a user's sampler that reads all on one process, and leaves out some on several."""
+    indices = in_turn([*range(32)])
+    if world_size() == 1:
+        return indices
+    return indices[:14]
 
 
 class Stream(IterableDataset[Any]):

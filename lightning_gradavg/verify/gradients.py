@@ -47,9 +47,8 @@ def _of_compared_samples(evidence: Evidence, seen: Seen, records: Sequence[Recor
     facts, multiple = evidence.facts, evidence.multiple
     if facts.replicas is not None:
         raise Refused(
-            "the gradient of a batch is no combination of those of its replicas: something beside batch norm"
-            " compares the samples of a replica with each other, or batch norm gets their rows in another order."
-            " One process has only the whole batch for that"
+            "the gradient of a batch is no combination of those of its replicas: something compares the samples of a"
+            " replica with each other. One process has only the whole batch for that"
         )
     detail = f"{multiple}, and that of a batch is no combination of those of its parts"
     batch_norms = records[0].batch_norms

@@ -50,16 +50,15 @@ _OF_WINDOWS = (
 def judge(records: Sequence[Record], build: Build, tolerance: float, precision: str = "64-true") -> Report:
     """Return how a run, as all ranks recorded it, differs from one process, and why."""
     facts = records[0].facts
-    twin = Twin(records, build, precision)
-    problem = _first_problem(records, twin)
+    problem = _first_problem(records)
     if problem:
         return Report(facts.strategy, facts.rule.name, len(records), 0, math.nan, remarks=[problem])
     if facts.sharded:
         join_shards(records)
-    return _Judge(records, twin, tolerance).report()
+    return _Judge(records, Twin(records, build, precision), tolerance).report()
 
 
-def _first_problem(records: Sequence[Record], twin: Twin) -> str:
+def _first_problem(records: Sequence[Record]) -> str:
     """Return why a run cannot be compared; "" if it can."""
     for record in records:
         if record.problem:
@@ -68,8 +67,11 @@ def _first_problem(records: Sequence[Record], twin: Twin) -> str:
             return "the run took no optimizer step"
     if records[0].facts.sharded and any(_stages_of(record) != _stages_of(records[0]) for record in records):
         return "the ranks take different optimizer steps, so their shards make no whole tensors"
-    if not twin.are_replicas_known():
-        return "it is not known which samples are those of a replica: use as many processes as replicas"
+    if records[0].facts.replicas is not None and records[0].batch_norms:
+        return (
+            f"`{records[0].batch_norms[0]}` normalizes by the samples of a replica, and one process has only the whole"
+            " batch: verify equivalent_to='single_device', or the module without batch norm"
+        )
     return ""
 
 
@@ -179,10 +181,7 @@ class _Judge:
         else:
             explanation = Explanation(_CAUSES_OF_STAGES[seen.stage], f"`{name}` is the first to differ")
         if seen.stage == "buffers" and self._facts.replicas is not None:
-            raise Refused(
-                f"the buffer {name!r} is that of replica 0, of whose samples alone one process has only the running"
-                " statistics of batch norm"
-            )
+            raise Refused(f"the buffer {name!r} is that of replica 0, and one process has only that of the whole batch")
         if seen.stage not in _BESIDE_DRAWS and explanation.cause in _OF_WINDOWS:
             self._require_difference_in_windows(seen.step)
         return Finding(explanation.cause, seen.stage, explanation.detail, seen.step, seen.difference)

@@ -10,13 +10,12 @@ import hashlib
 import io
 import pickle
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
-from itertools import islice
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_gradavg._support.random_state import random_state, restore_random_state, same_random_state, seeded
 from lightning_gradavg._support.tree import bits
@@ -28,8 +27,6 @@ __all__ = ["NO_COLLATE_FN", "Loading", "read_epoch", "seed_process"]
 NO_COLLATE_FN = (
     "no collate_fn makes the loader's batches, so their samples are unknown: use one DataLoader with a batch_size"
 )
-
-_MOST_BATCHES = 20_000  # of an epoch that is read by its indices
 
 _SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)
 """Those that read every sample once."""
@@ -164,32 +161,13 @@ class Loading:
 def read_epoch(loader: Any, batches: Sequence[Sequence[SampleId]] = ()) -> EpochReading:
     """Return what one pass over the user's loader reads, of which the samples of the first batches may be known."""
     samples = [sample for batch in batches for sample in batch]
-    reading = EpochReading()
+    batch_size = 0
     if batches:
-        reading = EpochReading(samples, len(batches[0]))
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    if batch_sampler is None or isinstance(loader.dataset, IterableDataset):
-        return reading
-    sampler = getattr(batch_sampler, "sampler", loader.sampler)
-    state = random_state()
-    try:
-        read = list(islice(batch_sampler, _MOST_BATCHES))
-        dataset_size = len(loader.dataset)
-    except Exception:  # noqa: BLE001  # of the user's sampler or data set
-        return reading
-    finally:
-        restore_random_state(state)
-    if len(read) == _MOST_BATCHES or getattr(sampler, "replacement", False):
-        return reading
-    dropped = 0
-    if loader.drop_last:
-        dropped = loader.batch_size
-    # A plain list may be a batch sampler, too.
-    is_known = type(batch_sampler).__module__.startswith(("torch.", "builtins")) and isinstance(sampler, _SAMPLERS)
-    return replace(
-        reading,
-        indices=[index for batch in read for index in batch],
-        dataset_size=dataset_size,
-        dropped=dropped,
-        own_sampler=not is_known,
-    )
+        batch_size = len(batches[0])
+    length: int | None = None
+    # Any other batch sampler may read what it likes, as often as it likes.
+    if type(getattr(loader, "batch_sampler", None)) is BatchSampler:
+        with suppress(Exception):  # of the user's sampler
+            length = len(loader.sampler)
+    own_sampler = not isinstance(getattr(loader, "sampler", None), _SAMPLERS)
+    return EpochReading(samples, batch_size, length, own_sampler)

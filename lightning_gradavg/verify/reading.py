@@ -59,41 +59,34 @@ def _read_all_the_same(steps: Sequence[Sequence[RankBatch]], ranks: int) -> bool
 def _compare_epochs(
     records: Sequence[Record], alone: EpochReading, steps: Sequence[Sequence[RankBatch]], found: Readings
 ) -> None:
-    """Find samples that an epoch never reads, or reads more than once, beside those that `drop_last` leaves out."""
-    readings = [alone, *(record.reading for record in records)]
-    if records[0].facts.splits_batches or any(reading.indices is None for reading in readings):
+    """Find samples that an epoch never reads, or reads more than once, by the lengths of the samplers."""
+    lengths = [record.reading.length for record in records if record.reading.length is not None]
+    if records[0].facts.splits_batches or alone.length is None or len(lengths) < len(records):
         return
-    in_epoch = Counter(alone.indices)
-    on_ranks = Counter[Hashable]()
-    for reading in readings[1:]:
-        on_ranks.update(reading.indices or ())
-    missing = (in_epoch - on_ranks).total()
-    repeated = (on_ranks - in_epoch).total()
-    if any(reading.dataset_size != alone.dataset_size for reading in readings):
-        # Each rank has a data set of its own, so its indices are others, and only the numbers of samples are known.
-        missing = max(0, in_epoch.total() - on_ranks.total())
-        repeated = 0
-    if missing <= sum(reading.dropped for reading in readings):
-        missing = 0
-    if missing == 0 and repeated == 0:
+    extra = sum(lengths) - alone.length
+    # A sampler may leave out the samples that do not fill all ranks.
+    if -len(records) < extra <= 0:
         return
-    if any(reading.own_sampler for reading in readings):
+    if any(reading.own_sampler for reading in (alone, *(record.reading for record in records))):
         found.remarks.append(
-            f"by a sampler of your own, the ranks leave out {missing} samples of one process and add {repeated}"
+            f"by a sampler of your own, the ranks read {sum(lengths)} samples in an epoch, and one process"
+            f" {alone.length}"
         )
         return
-    if missing > 0:
-        detail = f"{missing} of the {in_epoch.total()} samples of an epoch are never read"
+    if extra < 0:
+        detail = f"{-extra} of the {alone.length} samples of an epoch are never read"
         found.findings.append(Finding("unread samples", "samples", detail))
         return
     cause = "padding"
-    detail = f"{repeated} samples of an epoch are read twice, to fill the ranks"
-    if repeated >= in_epoch.total():
+    detail = f"{extra} samples of an epoch are read twice, to fill the ranks"
+    if extra >= alone.length:
         cause = "duplicated stream"
         detail = "every rank reads all samples of an epoch"
-    indices = [
-        index for taken in steps for rank_batch in taken for piece in rank_batch.pieces for index in piece.indices
-    ]
+    indices: list[Hashable] = []
+    for taken in steps:
+        for rank_batch in taken:
+            for piece in rank_batch.pieces:
+                indices += piece.indices
     if len(set(indices)) < len(indices):
         found.findings.append(Finding(cause, "samples", detail))
     else:

@@ -20,7 +20,6 @@ __all__ = [
     "RecordedPiece",
     "RecordedStep",
     "Refused",
-    "ReplicaSamples",
     "RunFacts",
     "SampleId",
     "StageTensors",
@@ -43,13 +42,6 @@ class DrawnNumbers(NamedTuple):
     line: str  # where they were drawn; "" if that is not known
 
 
-class ReplicaSamples(NamedTuple):
-    """Consecutive samples of a batch whose batch norm takes their statistics alone."""
-
-    samples: int
-    is_first: bool  # whether its buffers are those of the module afterwards
-
-
 @dataclass
 class RecordedPiece:
     """Samples that are computed at once: those of a rank, a part of them such as a replica, or those of all ranks.
@@ -62,7 +54,6 @@ class RecordedPiece:
         draws: The random numbers that they drew.
         unknown_because: Why the samples are not known; "" if they are.
         parts: If it joins pieces of ranks, what each of them drew.
-        replicas: If it joins those of ranks, the samples that batch norm normalizes by themselves.
     """
 
     packed_samples: Sequence[bytes] = ()
@@ -72,7 +63,6 @@ class RecordedPiece:
     draws: list[DrawnNumbers] = field(default_factory=list)
     unknown_because: str = ""
     parts: Sequence[Sequence[DrawnNumbers]] = ()
-    replicas: Sequence[ReplicaSamples] = ()
 
 
 @dataclass
@@ -159,18 +149,14 @@ class EpochReading:
 
     Attributes:
         samples: The first samples, by what they are, as many as one process reads in the compared steps.
-        batch_size: The number of samples in the first batch; 0 if it is not known.
-        indices: All samples of the pass by their indices; None if they are not known, or drawn with replacement.
-        dataset_size: The length of the data set.
-        dropped: How many samples `drop_last` leaves out at most.
+        batch_size: The number of samples in a batch; 0 if it is not known.
+        length: The number of samples that the sampler reads; None if it is not known.
         own_sampler: Whether a sampler is none of torch's, and may leave out or repeat samples on purpose.
     """
 
     samples: Sequence[SampleId] = ()
     batch_size: int = 0
-    indices: Sequence[Hashable] | None = None
-    dataset_size: int = 0
-    dropped: int = 0
+    length: int | None = None
     own_sampler: bool = False
 
 

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_gradavg.verify.loading import read_epoch
 from lightning_gradavg.verify.recorder import Recorder, loss_and_weight
-from lightning_gradavg.verify.records import RankBatch, RecordedPiece, Refused, ReplicaSamples, RunFacts
+from lightning_gradavg.verify.records import RankBatch, RecordedPiece, RunFacts
 
 __all__ = [
     "Group",
@@ -28,7 +28,6 @@ __all__ = [
     "Replay",
     "ReplayLoader",
     "TakenBatch",
-    "batch_norm_of_replicas",
     "world_of_one",
 ]
 
@@ -108,49 +107,6 @@ def world_of_one() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@contextmanager
-def batch_norm_of_replicas(recorder: Recorder) -> Iterator[None]:
-    """Have batch norm normalize the samples of each replica by themselves, as `nn.DataParallel` does.
-
-    Everything else is computed of the whole batch, also its loss. So what a replica's loss counts for is not taken from
-    the run.
-    """
-    stock_batch_norm = nn.functional.batch_norm
-
-    def batch_norm(
-        input: Tensor,  # noqa: A002  # torch's name
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        *options: float,
-        **named_options: float,
-    ) -> Tensor:
-        if not training:
-            return stock_batch_norm(input, running_mean, running_var, weight, bias, False, *options, **named_options)
-        rows_per_sample, rest = divmod(len(input), recorder.running.size)
-        if rest > 0:
-            raise Refused(
-                f"batch norm gets {len(input)} rows of {recorder.running.size} samples, so one process does not"
-                " know which rows are those of a replica"
-            )
-        replicas = recorder.running.replicas
-        of_replicas = input.split([rows_per_sample * replica.samples for replica in replicas])
-        outputs = []
-        for replica, rows in zip(replicas, of_replicas, strict=True):
-            means = running_mean
-            variances = running_var
-            if not replica.is_first:
-                means = None
-                variances = None
-            outputs.append(stock_batch_norm(rows, means, variances, weight, bias, True, *options, **named_options))
-        return torch.cat(outputs)
-
-    with mock.patch.object(nn.functional, "batch_norm", batch_norm):
-        yield
-
-
 @dataclass
 class Replay:
     """Makes the batches of one process, in place of those of the user's loader.
@@ -193,14 +149,12 @@ class Replay:
     def _batch(self, loader: DataLoader[Any], group: Group) -> object:
         samples: list[object] = []
         parts = []
-        replicas = []
         for taken in group:
-            for number, piece in enumerate(taken.rank_batch.pieces):
+            for piece in taken.rank_batch.pieces:
                 samples += [pickle.loads(packed) for packed in piece.packed_samples]
                 parts.append(piece.draws)
-                replicas.append(ReplicaSamples(piece.size, is_first=taken.rank == 0 and number == 0))
         batch = loader.collate_fn(samples)
-        joined = RecordedPiece(size=len(samples), parts=parts, replicas=replicas)
+        joined = RecordedPiece(size=len(samples), parts=parts)
         self.recorder.loading.note(batch, joined)
         return batch
 

@@ -29,7 +29,6 @@ from lightning_gradavg.verify.replay import (
     Replay,
     ReplayLoader,
     TakenBatch,
-    batch_norm_of_replicas,
     world_of_one,
 )
 from lightning_gradavg.verify.shards import on_mesh_of_one
@@ -72,18 +71,6 @@ class Twin:
                 if rank_batch.counts:
                     group.append(TakenBatch(window_index, rank, rank_batch))
         return sorted(group, key=attrgetter("window_index", "rank"))
-
-    def are_replicas_known(self) -> bool:
-        """Return whether the ranks computed the replicas that `torch.chunk` makes of each loader batch, if any."""
-        replicas = self.records[0].facts.replicas
-        if replicas is None:
-            return True
-        for step in range(len(self.records[0].steps)):
-            for _, batch in groupby(self.group_of_step(step), key=attrgetter("window_index")):
-                sizes = [piece.size for taken in batch for piece in taken.rank_batch.pieces]
-                if sizes != [len(chunk) for chunk in torch.arange(sum(sizes)).chunk(replicas)]:
-                    return False
-        return True
 
     def train(self) -> Record:
         """Train on one batch in each step, which holds the micro-batches of all ranks, and note what it would read."""
@@ -131,8 +118,6 @@ class Twin:
             stack.enter_context(world_of_one())
             if facts.sharded:
                 stack.enter_context(on_mesh_of_one(module))
-            if facts.replicas is not None:
-                stack.enter_context(batch_norm_of_replicas(recorder))
             stack.enter_context(recorder.watching(module))
             trainer.fit(module, **data)
         record = recorder.record

@@ -77,7 +77,17 @@ def verified(*arguments: object, capsys: pytest.CaptureFixture[str], code: int) 
 
 def test_the_command_verifies_a_module_by_name(capsys):
     """A rate follows the variables of a launcher, and Lightning's sampler deals the data."""
-    options = ("--init", "loss=sum", "--strategy", "gradavg_sum", "--trainer", "max_epochs=1", "--precision", "32-true", "--json")
+    options = (
+        "--init",
+        "loss=sum",
+        "--strategy",
+        "gradavg_sum",
+        "--trainer",
+        "max_epochs=1",
+        "--precision",
+        "32-true",
+        "--json",
+    )
     said = json.loads(verified(f"{HERE}:Scaled", "--data", f"{HERE}:Data", *options, capsys=capsys, code=1))
     assert ("different", False, 2, 1) == tuple(said[name] for name in ("verdict", "equal", "world_size", "steps"))
     assert ("32-true", 1e-4) == (said["precision"], said["tolerance"])
