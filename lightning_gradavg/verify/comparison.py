@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
 
-from lightning_gradavg.verify.records import Record, Refused
+from lightning_gradavg.verify.records import Record, RecordedStep, Refused, StageTensors
 from lightning_gradavg.verify.sketches import NEGLIGIBLE, Difference, Tensors, compare_tensors, gaps_of, size_of
 
-__all__ = ["Rounding", "Seen", "compare_records", "measure_rounding", "stages_without_numbers"]
+__all__ = ["Rounding", "Seen", "compare_records", "measure_rounding", "stages_with_numbers"]
 
 Rounding: TypeAlias = Mapping[str, Mapping[str, float]]
 """By how much rounding may change an element: by stages, and there by tensors."""
@@ -142,16 +141,11 @@ def measure_rounding(in_16_bits: Record, in_float64: Record) -> Rounding:
     return rounding
 
 
-def stages_without_numbers(record: Record, steps: int) -> dict[str, str]:
-    """Return the stages of a run without a finite number: "none" if there is nothing at all, or "not compared"."""
-    tensors_of_stages: dict[str, list[Tensor]] = {}
-    for step in record.steps[:steps]:
-        for stage in step.stages:
-            tensors_of_stages.setdefault(stage.stage, []).extend(stage.tensors.values())
-    without = {}
-    for name, tensors in tensors_of_stages.items():
-        if not tensors:
-            without[name] = "none"
-        elif not any(tensor.isfinite().any() for tensor in tensors):
-            without[name] = "not compared"
-    return without
+def stages_with_numbers(steps: Sequence[RecordedStep]) -> set[str]:
+    """Return the stages of which some number is finite, and those of what is read and logged."""
+    stages = {"samples"}
+    for step in steps:
+        for stage in (*step.stages, StageTensors("logged values", step.logged)):
+            if any(tensor.isfinite().any() for tensor in stage.tensors.values()):
+                stages.add(stage.stage)
+    return stages

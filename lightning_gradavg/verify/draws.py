@@ -25,7 +25,7 @@ __all__ = ["Draws", "of_no_sample"]
 _LOW_TYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
-_DRAWN_WITHIN = ("rrelu", "attention", "rnn", "fused_dropout")
+_DRAWN_WITHIN = ("rrelu", "attention", "rnn")
 """Parts of the names of operators whose results are no random numbers, but computed with some that are not returned."""
 
 
@@ -88,42 +88,32 @@ class Draws(TorchDispatchMode):
         if self._is_paused:
             self.problem = of_no_sample("in a communication hook")
             return result
-        return self._recorded_or_drawn_again(func, args, result)
+        return self._recorded_or_drawn_again(func, result)
 
-    def _recorded_or_drawn_again(self, func: Any, args: Any, result: Any) -> Any:
-        numbers = result
-        if isinstance(result, tuple):  # dropout returns its mask, too
-            numbers = result[-1]
-        own = DrawnNumbers(str(func.overloadpacket), numbers.detach(), running_line())
-        of_parts = [part[len(self.drawn)] if len(self.drawn) < len(part) else None for part in self.parts]
-        self.drawn.append(own._replace(numbers=_compact(own.numbers)))
-        if not of_parts or self.problem:
+    def _recorded_or_drawn_again(self, func: Any, result: Any) -> Any:
+        """Note what an operator drew, and return it, or what the parts of the batch drew, joined."""
+        operator = str(func.overloadpacket)
+        line = running_line()
+        if not isinstance(result, Tensor) or any(part in operator for part in _DRAWN_WITHIN):
+            self.problem = f"an operator draws what it does not return ({operator}){_drawn_in(line)}"
             return result
-        again = self._drawn_again(own, of_parts)
-        if again is None:
+        position = len(self.drawn)
+        self.drawn.append(DrawnNumbers(operator, _compact(result.detach())))
+        if not self.parts or self.problem:
             return result
-        if isinstance(result, tuple):
-            kept = max(1 - args[1], 1e-300)  # of dropout: where nothing is kept, the mask is zero
-            return args[0] * again / kept, again
-        if writes_in_place(func):
-            return result.copy_(again)
-        return again
-
-    def _drawn_again(self, own: DrawnNumbers, of_parts: Sequence[DrawnNumbers | None]) -> Tensor | None:
-        """Return what the parts drew, joined; None, and a problem, if that is not possible."""
-        where = _drawn_in(own.line)
-        if any(part in own.operator for part in _DRAWN_WITHIN):
-            self.problem = f"an operator draws what it does not return ({own.operator}){where}"
-            return None
         numbers = []
-        for draw in of_parts:
-            if draw is None or draw.operator != own.operator or draw.numbers.ndim != own.numbers.ndim:
-                self.problem = f"a batch of another size draws other random numbers ({own.operator}){where}"
-                return None
-            numbers.append(draw.numbers.to(own.numbers.dtype))
-        joined = _joined(numbers, own.numbers)
+        for part in self.parts:
+            draws = part[position : position + 1]
+            if not draws or draws[0].operator != operator or draws[0].numbers.ndim != result.ndim:
+                self.problem = f"a batch of another size draws other random numbers ({operator}){_drawn_in(line)}"
+                return result
+            numbers.append(draws[0].numbers.to(result.dtype))
+        joined = _joined(numbers, result.detach())
         if joined is None:
-            self.problem = of_no_sample(own.operator, own.line)
+            self.problem = of_no_sample(operator, line)
+            return result
+        if writes_in_place(func):
+            return result.copy_(joined)
         return joined
 
 

@@ -102,21 +102,21 @@ def _of_shares(evidence: Evidence, records: Sequence[Record], *, is_mean: bool) 
 
 def _of_multiple(evidence: Evidence, records: Sequence[Record], factors: Sequence[float]) -> Explanation | None:
     """Return why the run made one of these multiples of the right gradient, if it is a known one."""
-    facts, ranks, number = evidence.facts, evidence.world_size, len(evidence.batches)
-
-    def are_multiplied_by(scale: float) -> bool:
-        return any(evidence.is_close(factor, scale) for factor in factors)
-
-    for divisor in records[0].divisors:
-        if divisor != ranks and are_multiplied_by(ranks / divisor):
-            detail = f"fully_shard divides the sum over {ranks} ranks by {divisor:g}"
-            return Explanation("divide factor", f"{evidence.multiple}: {detail}")
-    if number != ranks * facts.accumulation and are_multiplied_by(number / (ranks * facts.accumulation)):
-        detail = f"the window has {number / ranks:g} micro-batches on each rank and is divided by {facts.accumulation}"
-        return Explanation("short window", f"{evidence.multiple}: {detail}")
-    if "sum" in facts.rule.name and are_multiplied_by(number):
-        detail = "the loss is a mean, but the reduction adds up the ranks"
-        return Explanation("counts", f"{evidence.multiple}: {detail}")
+    ranks = evidence.world_size
+    number = len(evidence.batches)
+    window = evidence.facts.accumulation
+    known: list[tuple[float, str, str]] = []  # multiples, with their cause and what is said
+    for divisor in records[0].divisors - {ranks}:
+        said = f"fully_shard divides the sum over {ranks} ranks by {divisor:g}"
+        known.append((ranks / divisor, "divide factor", said))
+    if number != ranks * window:
+        said = f"the window has {number / ranks:g} micro-batches on each rank and is divided by {window}"
+        known.append((number / (ranks * window), "short window", said))
+    if "sum" in evidence.facts.rule.name:
+        known.append((number, "counts", "the loss is a mean, but the reduction adds up the ranks"))
+    for multiple, cause, said in known:
+        if any(evidence.is_close(factor, multiple) for factor in factors):
+            return Explanation(cause, f"{evidence.multiple}: {said}")
     return None
 
 

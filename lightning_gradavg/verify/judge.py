@@ -12,7 +12,7 @@ from lightning_gradavg.verify.comparison import (
     Seen,
     compare_records,
     measure_rounding,
-    stages_without_numbers,
+    stages_with_numbers,
 )
 from lightning_gradavg.verify.evidence import Evidence
 from lightning_gradavg.verify.gradients import Explanation, explain_gradient
@@ -20,7 +20,7 @@ from lightning_gradavg.verify.precisions import is_measured
 from lightning_gradavg.verify.reading import compare_readings
 from lightning_gradavg.verify.records import Record, Refused, join_shards
 from lightning_gradavg.verify.report import STAGES, Baseline, Finding, Report
-from lightning_gradavg.verify.sketches import Tensors, compare_tensors
+from lightning_gradavg.verify.sketches import compare_tensors
 from lightning_gradavg.verify.target import Build
 from lightning_gradavg.verify.twin import Twin
 
@@ -28,6 +28,9 @@ __all__ = ["judge"]
 
 _BESIDE_DRAWS = ("initial weights", "samples", "optimizer options")
 """Stages that do not depend on what is drawn."""
+
+_WITH_NUMBERS = ("reduced gradient", "clipped gradient", "weights")
+"""Stages that every run has."""
 
 _CAUSES_OF_STAGES = {
     "initial weights": "initial weights",
@@ -131,11 +134,11 @@ class _Judge:
         remarks += samples.remarks
         if "logged values" in stages:
             findings += self._logged_differences(alone, equal_steps)
-            if not any(step.logged for step in alone.steps):
-                gaps["logged values"] = "none"
-        for stage, status in stages_without_numbers(self._records[0], steps).items():
-            gaps.setdefault(stage, status)
-            if (status == "not compared" or stage == "reduced gradient") and stage in stages:
+        finite_stages = stages_with_numbers(self._records[0].steps[:steps])
+        for stage in STAGES:
+            if stage not in finite_stages:
+                gaps.setdefault(stage, "none")
+            if stage not in finite_stages and stage in stages and stage in _WITH_NUMBERS:
                 remarks.append(f"no {stage} of the compared steps is finite")
         return Report(
             strategy=self._facts.strategy,
@@ -245,12 +248,10 @@ class _Judge:
     def _logged_differences(self, alone: Record, compared_steps: int) -> list[Finding]:
         """Return the first value that all ranks logged alike, as with `sync_dist`, and that differs."""
         for position, step in enumerate(alone.steps[:compared_steps]):
-            found: Tensors = dict(self._records[0].steps[position].logged)
-            for record in self._records:
-                logged = record.steps[position].logged
-                found = {name: value for name, value in found.items() if logged.get(name) == value}
-            expected = {name: value for name, value in step.logged.items() if name in found}
-            found = {name: found[name] for name in expected}
+            first, *others = [record.steps[position].logged for record in self._records]
+            names = [name for name in first if all(logged.get(name) == first[name] for logged in others)]
+            found = {name: first[name] for name in names if name in step.logged}
+            expected = {name: step.logged[name] for name in found}
             differences = compare_tensors(found, expected, 10 * self._tolerance)
             if differences:
                 detail = f"`{differences[0].name}` was logged by all ranks; the training is the same"

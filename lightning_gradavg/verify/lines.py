@@ -46,10 +46,9 @@ def _line(path: str, number: int) -> str:
 
 def _innermost(function: object) -> Any:
     """Return the function that decorators and `functools.partial` call."""
-    function = inspect.unwrap(function)  # type: ignore[arg-type]  # it takes any object
     while isinstance(function, functools.partial):
         function = function.func
-    return function
+    return inspect.unwrap(function)  # type: ignore[arg-type]  # it takes any object
 
 
 def is_of_user(function: object) -> bool:

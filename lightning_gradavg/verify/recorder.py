@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -249,9 +249,7 @@ class Recorder(Callback):
 
     def _gradients(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor | None]]:
         """Yield the gradients of an optimizer's tensors by their names."""
-        ids: set[int] = set()
-        for group in optimizer.param_groups:
-            ids.update(id(parameter) for parameter in group["params"])
+        ids = {id(tensor) for tensor in _tensors_of(optimizer)}
         for name, parameter in self._weights():
             if id(parameter) in ids:
                 yield name, parameter.grad
@@ -361,18 +359,23 @@ def _has_statistics_of_one_rank(layer: nn.Module) -> bool:
     return layer.training or not layer.track_running_stats
 
 
+def _tensors_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return what an optimizer holds."""
+    tensors: list[Tensor] = []
+    for group in optimizer.param_groups:
+        tensors += group["params"]
+    return tensors
+
+
 def _unregistered_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
     """Return the tensors that optimizers hold and the module does not register."""
     registered = {id(parameter) for parameter in module.parameters()}
-    unregistered: dict[int, Tensor] = {}
+    named: dict[str, Tensor] = {}
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for tensor in group["params"]:
-                if id(tensor) not in registered:
-                    unregistered[id(tensor)] = tensor
-    named = {}
-    for position, tensor in enumerate(unregistered.values()):
-        named[f"tensor {position} of the optimizers that the module does not register"] = tensor
+        for tensor in _tensors_of(optimizer):
+            if id(tensor) not in registered:
+                registered.add(id(tensor))
+                named[f"tensor {len(named)} of the optimizers that the module does not register"] = tensor
     return named
 
 
@@ -380,15 +383,14 @@ def _options(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     """Yield the options of an optimizer's groups: numbers as such, and words, which are in the name, as 1."""
     yield f"type={type(optimizer).__name__}", torch.ones(1)
     for index, group in enumerate(optimizer.param_groups):
-        of_group = "" if index == 0 else f" of group {index}"
+        of_group = ""
+        if index > 0:
+            of_group = f" of group {index}"
         for name, value in group.items():
             if name in _UNCOMPARED_OPTIONS:
                 continue
             if value is None or isinstance(value, str):
                 yield f"{name}={value}{of_group}", torch.ones(1)
                 continue
-            try:
-                number = torch.as_tensor(value, dtype=torch.float64)
-            except (TypeError, ValueError, RuntimeError):
-                continue  # what is no number
-            yield f"{name}{of_group}", number
+            with suppress(TypeError, ValueError, RuntimeError):  # what is no number
+                yield f"{name}{of_group}", torch.as_tensor(value, dtype=torch.float64)

@@ -39,7 +39,6 @@ class DrawnNumbers(NamedTuple):
 
     operator: str
     numbers: Tensor
-    line: str  # where they were drawn; "" if that is not known
 
 
 @dataclass

@@ -120,10 +120,7 @@ def resolve_strategy(strategy: object) -> DDPStrategy | ModelParallelStrategy:
     if isinstance(strategy, str) and ":" in strategy:
         made_by = imported(strategy)
         if not callable(made_by):
-            raise ValueError(
-                f"strategy={strategy!r} is {made_by!r}; name the class, or a function that makes one, as every process"
-                " needs its own"
-            )
+            raise ValueError(f"strategy={strategy!r} is {made_by!r}; name the class, or a function that makes one")
         strategy = made_by()
     if isinstance(strategy, str):
         name = strategy.lower()
@@ -136,23 +133,19 @@ def resolve_strategy(strategy: object) -> DDPStrategy | ModelParallelStrategy:
         start_no_processes(strategy)
         return strategy
     if isinstance(strategy, ModelParallelStrategy):
-        _require_no_tensor_parallelism(strategy)
-        return strategy
-    raise ValueError(
-        "verify compares gradients as DDPStrategy and ModelParallelStrategy (FSDP2) reduce them, and those of this"
-        f" package; got {type(strategy).__name__}"
-    )
-
-
-def _require_no_tensor_parallelism(strategy: ModelParallelStrategy) -> None:
-    """Raise a ValueError if several ranks compute a loss together."""
-    size = tensor_parallel_size(strategy)
-    if size != 1:
+        size = tensor_parallel_size(strategy)
+        if size == 1:
+            return strategy
+        # Several ranks compute a loss together.
         raise ValueError(
             f"verify compares ranks that have a batch each, and no tensor parallelism; {type(strategy).__name__} has"
             f' tensor_parallel_size={size!r} ("auto" is all processes of a node). Set tensor_parallel_size=1, in the'
             " config, or in a function that makes the strategy: --strategy train.py:make_strategy"
         )
+    raise ValueError(
+        "verify compares gradients as DDPStrategy and ModelParallelStrategy (FSDP2) reduce them, and those of this"
+        f" package; got {type(strategy).__name__}"
+    )
 
 
 def quiet_options(options: Mapping[str, Any]) -> dict[str, Any]:
