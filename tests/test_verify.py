@@ -23,7 +23,7 @@ from test_ranks_verify import RUNS
 from torch import nn
 from toys import MLP
 
-from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy, verify
+from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy
 from lightning_gradavg.cli import main
 from lightning_gradavg.cli.lightning import read_names
 from lightning_gradavg.verify.causes import CAUSES, explanation
@@ -33,14 +33,12 @@ from lightning_gradavg.verify.lines import _LIBRARIES
 from lightning_gradavg.verify.processes import reported_error
 from lightning_gradavg.verify.records import Record, RecordedStep, RunFacts, StageTensors, join_shards
 from lightning_gradavg.verify.report import Baseline, Finding, Report
-from lightning_gradavg.verify.run import require_memory
 from lightning_gradavg.verify.sketches import Difference, compare_tensors, sketch
 from lightning_gradavg.verify.target import (
     Target,
     imported,
     quiet_options,
     resolve_strategy,
-    shard_over,
     user_run_of,
 )
 
@@ -151,7 +149,7 @@ def test_a_sketch_is_linear_and_sees_every_element(size):
     ("found", "expected", "differs"),
     [
         ({"w": [1.0, 4.5]}, {"w": [1.0, 4.0]}, ("w", 0.125, 4.5, 4.0, None)),
-        ({"w": [1.0], "tiny": [2e-9]}, {"w": [1.0], "tiny": [1e-9]}, ("tiny", 1.0, 2e-9, 1e-9, None)),
+        ({"w": [1.0], "tiny": [2e-9]}, {"w": [1.0], "tiny": [1e-9]}, ("tiny", 1.0, 2e-9, 1e-9, 2.0)),
         ({"w": [1.0], "zero": [1e-16]}, {"w": [1.0], "zero": [-3e-17]}, None),  # but for rounding
         ({"w": [1.0]}, {"w": [1.0], "zero": [0.0]}, None),
         ({}, {"w": [2.0]}, ("w", 1.0, 0.0, 2.0, None)),
@@ -159,11 +157,12 @@ def test_a_sketch_is_linear_and_sees_every_element(size):
         ({"w": [1.0, math.nan]}, {"w": [1.0, 1.0]}, ("w", math.inf, math.nan, 1.0, None)),
         ({"w": [1.0 + 1e-9]}, {"w": [1.0]}, None),
         ({"a": [1.0, 2.0], "b": [3.0]}, {"a": [2.0, 4.0], "b": [6.0]}, ("a", 0.5, 2.0, 4.0, 0.5)),
-        ({"a": [1.0, 2.0], "b": [3.0]}, {"a": [2.0, 4.0], "b": [3.0]}, ("a", 0.5, 2.0, 4.0, None)),
+        ({"a": [1.0, 2.0], "b": [3.0]}, {"a": [2.0, 4.0], "b": [3.0]}, ("a", 0.5, 2.0, 4.0, 0.5)),
+        ({"a": [1.0, 2.0], "b": [3.0]}, {"a": [2.0, 4.0], "b": [4.0]}, ("a", 0.5, 2.0, 4.0, None)),
     ],
 )
 def test_tensors_are_measured_against_themselves(found, expected, differs):
-    """Each tensor by its largest element; rounding of the largest is nothing; a factor is that of all tensors."""
+    """Each tensor by its largest element; rounding of the largest is nothing; a factor is that of all that differ."""
     mine, other = ({n: torch.tensor(v, dtype=torch.float64) for n, v in one.items()} for one in (found, expected))
     seen = next(iter(compare_tensors(mine, other, 1e-8)), None)
     assert (differs is None) == (seen is None)
@@ -227,12 +226,6 @@ NOTE, DEFECT = Finding("data order", "samples", "x", note=True), Finding("sum lo
             "DIFFERENT from one process.",
             ["equal", "equal", "differs", *["equal"] * 5],
         ),
-        (
-            report(NOTE, DEFECT).without(["sum loss"]),
-            "equal",
-            "EQUAL to one process.",
-            ["equal", "note", "note", *["not compared"] * 4, "equal"],
-        ),
     ],
 )
 def test_a_report_has_a_verdict_and_says_what_was_compared(shown, verdict, head, statuses):
@@ -240,7 +233,7 @@ def test_a_report_has_a_verdict_and_says_what_was_compared(shown, verdict, head,
     assert (verdict, statuses) == (shown.verdict, list(shown.stages.values()))
     assert shown.equal == bool(shown) == (verdict == "equal")
     assert ("Not covered: " in str(shown)) == shown.equal
-    assert head in repr(shown)
+    assert repr(shown) == str(shown)
     assert str(shown).startswith(head)
     read = json.loads(json.dumps(shown.as_dict(), allow_nan=False))  # which has no infinity
     gone = {"name": "w", "relative": None, "found": None, "expected": 1.0, "factor": 2.0}
@@ -295,9 +288,10 @@ def test_the_pages_say_what_the_code_knows(capsys):
         ),
         (["torch.nn:Linear", "--steps", "0"], "steps must be 1 or more, got 0"),
         (["torch.nn:Linear", "--tolerance", "0"], "tolerance is a relative difference > 0, got 0.0"),
-        (["torch.nn:Linear", "--precision", "bf16"], "precision='bf16' is none of 'bf16-mixed', '16-mixed',"),
-        (["torch.nn:Linear", "--precision", "bf16-true", "--single"], "single=True has none: choose one of them"),
-        (["torch.nn:Linear", "--accelerator", "tpu"], "2 ranks need as many devices of type 'tpu', and torch finds 0"),
+        (
+            ["torch.nn:Linear", "--precision", "bf16"],
+            "precision='bf16' is none of '64-true', '32-true', 'bf16-mixed', '16-mixed',",
+        ),
         (["torch.nn:Linear", "--strategy", "fsdp"], "DDPStrategy and ModelParallelStrategy.*got FSDPStrategy"),
         (
             ["torch.nn:Linear", "--strategy", "gradavg_model_parallel"],
@@ -341,24 +335,14 @@ def init(**given):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: verify(MLP, ignore=["dropout"]), "'dropout' is not a cause; choose from initial weights, "),
         (Target(lambda: user_run_of(lambda: nn.Linear(1, 1))).build, "got .* of type Linear"),
         (
             Target(lambda: user_run_of(MLP)).build,
             "no training data: give --data train.py:data, .*, or --data train.py:Data, a LightningDataModule",
         ),
-        (lambda: require_memory(nn.Linear(10**8, 10**4, device="meta"), 2, double=True), "2 processes need 8e.04 GB"),
-        (
-            lambda: require_memory(nn.Linear(10**8, 10**4, device="meta"), 4, double=True, sharded=True),
-            "4 processes need 1.04e.05 GB",
-        ),
         (
             lambda: resolve_strategy(ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)),
             "ModelParallelStrategy has tensor_parallel_size=2 .*Set tensor_parallel_size=1",
-        ),
-        (
-            lambda: shard_over(ModelParallelStrategy(tensor_parallel_size=1), 2, "cuda"),
-            "sharded models on the CPU, got accelerator 'cuda'",
         ),
         (lambda: init(lr="high"), "--init: .*lr.*float'>. Got value: high"),
         (lambda: init(width=3), "--init: Option 'width' is not accepted"),
@@ -377,7 +361,7 @@ def test_options_of_the_trainer_are_kept_but_for_the_noise():
     """The user's options and callbacks stay, those that log, save, search or stop go."""
     schedule = GradientAccumulationScheduler({0: 2})
     callbacks = [LearningRateMonitor(), LearningRateFinder(), schedule]
-    kept = quiet_options({"gradient_clip_val": 0.5, "callbacks": callbacks, "logger": True}, "cpu")
+    kept = quiet_options({"gradient_clip_val": 0.5, "callbacks": callbacks, "logger": True})
     assert (0.5, [schedule], "cpu") == tuple(kept[name] for name in ("gradient_clip_val", "callbacks", "accelerator"))
 
 

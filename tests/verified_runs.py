@@ -80,10 +80,6 @@ def make_batch_norm_in_evaluation() -> nn.Module:
     return make_batch_norm(track_running_stats=False).eval()
 
 
-def make_batch_norm_and_dropout() -> nn.Module:
-    return make_layers(nn.BatchNorm1d(8), nn.Dropout(0.5))
-
-
 def make_dropout() -> nn.Module:
     return make_layers(nn.Dropout(0.5))
 
@@ -278,10 +274,6 @@ def call_with_normalized_gradient(net: nn.Module, x: Tensor) -> Tensor:
     outputs = net(x)
     outputs.register_hook(lambda gradient: gradient / gradient.norm())
     return outputs
-
-
-def call_quantized(net: nn.Module, x: Tensor) -> Tensor:
-    return net(torch.quantize_per_tensor(x, 0.1, 0, torch.qint8).dequantize())
 
 
 def make_scaled_step(factor: Callable[[], float], step: Step = mean_loss) -> Step:
@@ -549,11 +541,6 @@ def mean_loss_with_state(module: Any, batch: Any) -> Tensor:
 def log_rising_on_rank_0(module: Any, batch: Any) -> Tensor:
     """Log a value that rises on rank 0 and falls on the others, without `sync_dist`."""
     module.log("seen", float(module.batch_idx * (1 - 2 * rank())))
-    return mean_loss(module, batch)
-
-
-def log_rising_value_of_all(module: Any, batch: Any) -> Tensor:
-    module.log("seen", float(module.batch_idx), sync_dist=True)
     return mean_loss(module, batch)
 
 
@@ -905,6 +892,14 @@ def make_sampler_in_other_orders() -> list[int]:
     """Return a user's sampler that deals indices in an order of its own on each rank, so some are left out."""
     generator = torch.Generator().manual_seed(rank())
     return in_turn(torch.randperm(32, generator=generator).tolist())
+
+
+def make_sampler_that_leaves_out() -> list[int]:
+    """Return a user's sampler that reads all on one process, and leaves out some on several."""
+    indices = in_turn([*range(32)])
+    if world_size() == 1:
+        return indices
+    return indices[:14]
 
 
 class Stream(IterableDataset[Any]):

@@ -87,6 +87,12 @@ def start_no_processes(strategy: Any) -> None:
     strategy._start_method = "popen"
 
 
+def view_gradients(strategy: Any) -> None:
+    """Have DDP keep gradients in its buckets, which takes one copy of them less, unless the user says otherwise."""
+    # Private: `DDPStrategy._ddp_kwargs` (L). Without it `gradavg verify` needs a quarter more memory.
+    strategy._ddp_kwargs.setdefault("gradient_as_bucket_view", True)
+
+
 def set_device_mesh(module: Any, mesh: Any) -> None:
     """Give a module the mesh that its `configure_model` shards over, as `ModelParallelStrategy` does."""
     # Private: `LightningModule._device_mesh` (L), which the property `device_mesh` reads. Without it the one process of

@@ -57,31 +57,20 @@ def _parser() -> argparse.ArgumentParser:
     settings.add_argument("--devices", type=int, default=2, metavar="N", help="processes (default: 2)")
     settings.add_argument("--steps", type=int, default=3, metavar="N", help="global batches (default: 3)")
     settings.add_argument(
-        "--accelerator", default="cpu", metavar="TYPE", help="a type of device: cpu, cuda (default: cpu)"
-    )
-    settings.add_argument(
-        "--single", action="store_true", help="compute in float32, for models that cannot compute in float64"
-    )
-    settings.add_argument(
         "--precision",
+        default="64-true",
         metavar="NAME",
-        help="compare in a 16-bit precision, too, if float64 shows no difference: bf16-mixed, 16-mixed, bf16-true",
+        help="what both runs compute in: 64-true (default), 32-true for models that cannot compute in float64, or"
+        " bf16-mixed, 16-mixed or bf16-true for faults of low precision",
     )
     settings.add_argument(
         "--tolerance",
         type=float,
         metavar="X",
-        help="largest relative difference that counts as equal (default: 1e-8, with --single 1e-4; see --precision)",
+        help="largest relative difference that counts as equal (default: 1e-8, in 32-true 1e-4)",
     )
     settings.add_argument(
         "--seed", type=int, default=0, metavar="N", help="the seed if the config has none (default: 0)"
-    )
-    settings.add_argument(
-        "--ignore",
-        **repeatable,
-        choices=tuple(CAUSES),
-        metavar="CAUSE",
-        help="a cause that you accept, such as 'data order'; repeatable",
     )
     settings.add_argument("--json", action="store_true", help="print the report as JSON")
     settings.add_argument(
@@ -158,8 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(explanation(args.explain))
         return 0
     try:
-        settings = Settings(args.devices, args.steps, args.accelerator, args.single, args.tolerance, args.precision)
-        report = verify_target(_target(args, further), settings, args.ignore)
+        settings = Settings(args.devices, args.steps, args.tolerance, args.precision)
+        report = verify_target(_target(args, further), settings)
     except Exception as error:  # noqa: BLE001  # no failure may look like a verdict
         print(f"gradavg verify: error: {error}", file=sys.stderr)
         return 2

@@ -27,7 +27,7 @@ __all__ = ["SCOPE", "global_mean"]
 T = TypeVar("T")
 
 SCOPE = "GradAvg: global_mean"
-"""How a profile shows the exchange, and `gradavg verify` knows that there was one."""
+"""How a profile shows the exchange."""
 
 
 def global_mean(total: T, count: object, *, group: dist.ProcessGroup | None = None) -> T:

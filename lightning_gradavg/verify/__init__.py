@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,15 +20,12 @@ def verify(
     strategy: Any = "ddp",
     devices: int = 2,
     steps: int = 3,
-    accelerator: str = "cpu",
-    single: bool = False,
     tolerance: float | None = None,
-    precision: str | None = None,
-    ignore: Sequence[str] = (),
+    precision: str = "64-true",
     seed: int = 0,
     **trainer_options: Any,
 ) -> Report:
-    """Train a few steps on `devices` processes and on one, and say whether the results are equal.
+    """Train a few steps on `devices` processes and on one, all on the CPU, and say whether the results are equal.
 
     Arguments are pickled to send them to the processes.
 
@@ -39,12 +36,10 @@ def verify(
             or of sharded models `ModelParallelStrategy` or `GradAvgModelParallelStrategy`.
         devices: The number of processes.
         steps: The number of global batches.
-        accelerator: "cpu", or a type of device such as "cuda", with one for each process.
-        single: True to compute in float32, for models that cannot compute in float64, and to compare at 1e-4.
-        tolerance: The largest relative difference that counts as equal; default: 1e-8, in float32 1e-4.
-        precision: A precision in which to compare, too, if float64 shows no difference: "bf16-mixed", "16-mixed" or
-            "bf16-true". What counts as equal there is what rounding explains, measured on the model.
-        ignore: Causes that you accept: they are notes in the report.
+        tolerance: The largest relative difference that counts as equal; default: 1e-8, in "32-true" 1e-4.
+        precision: What both runs compute in: "64-true", or "32-true" for models that cannot compute in float64, or
+            "bf16-mixed", "16-mixed" or "bf16-true" for faults of low precision. What counts as equal there is what
+            rounding explains, measured on the model.
         seed: The seed that every process sets before it builds the model.
         **trainer_options: Further options of the Trainer.
 
@@ -58,6 +53,6 @@ def verify(
     """
     from lightning_gradavg.verify import run, target  # noqa: PLC0415  # a script that trains does not need them
 
-    settings = run.Settings(devices, steps, accelerator, single, tolerance, precision)
+    settings = run.Settings(devices, steps, tolerance, precision)
     read = partial(target.user_run_of, module, data)
-    return run.verify_target(target.Target(read, {**trainer_options, "strategy": strategy}, seed), settings, ignore)
+    return run.verify_target(target.Target(read, {**trainer_options, "strategy": strategy}, seed), settings)

@@ -12,18 +12,16 @@ from lightning_gradavg._lightning.loaders import user_loader
 from lightning_gradavg._lightning.options import StrategyFacts
 from lightning_gradavg.batches.chunks import Pieces
 from lightning_gradavg.batches.cut import CutDataset, StreamCollator
-from lightning_gradavg.reduction.global_mean import SCOPE
 from lightning_gradavg.rules import RULES
 from lightning_gradavg.verify.records import Refused, RunFacts
 
 __all__ = [
-    "Sources",
+    "FetchingParts",
     "counts_samples",
     "facts_of",
     "loader_of_user",
     "pieces_of",
     "sources_of",
-    "uses_global_mean",
 ]
 
 
@@ -49,7 +47,6 @@ def facts_of(trainer: Trainer) -> RunFacts:
         raise Refused("lr_scaling= changes the learning rate with the number of ranks: verify the run without")
     return RunFacts(
         strategy=name,
-        is_gradavg=hasattr(trainer.strategy, "facts"),
         rule=facts.rule,
         splits_batches=facts.splits_batches,
         replicated=facts.replicated,
@@ -71,7 +68,7 @@ def loader_of_user(trainer: Trainer) -> Any:
     return user_loader(trainer.train_dataloader)
 
 
-class Sources(NamedTuple):
+class FetchingParts(NamedTuple):
     """Which objects hold the user's data set and `collate_fn` in a pass of a loader."""
 
     of_dataset: Any  # has it as `dataset`
@@ -79,13 +76,13 @@ class Sources(NamedTuple):
     collate_name: str
 
 
-def sources_of(fetcher: Any) -> Sources:
+def sources_of(fetcher: Any) -> FetchingParts:
     """Return where torch's fetcher, or what a strategy has put into it, finds the user's data set and `collate_fn`."""
     if isinstance(fetcher.dataset, CutDataset):
-        return Sources(fetcher.dataset, fetcher.dataset, "collate")
+        return FetchingParts(fetcher.dataset, fetcher.dataset, "collate")
     if isinstance(fetcher.collate_fn, StreamCollator):
-        return Sources(fetcher, fetcher.collate_fn, "collate")
-    return Sources(fetcher, fetcher, "collate_fn")
+        return FetchingParts(fetcher, fetcher.collate_fn, "collate")
+    return FetchingParts(fetcher, fetcher, "collate_fn")
 
 
 def pieces_of(batch: object) -> Sequence[object]:
@@ -93,8 +90,3 @@ def pieces_of(batch: object) -> Sequence[object]:
     if isinstance(batch, Pieces):
         return batch
     return [batch]
-
-
-def uses_global_mean(scopes: set[str]) -> bool:
-    """Return whether a run called `global_mean`, which enters a profiler scope."""
-    return SCOPE in scopes

@@ -20,17 +20,6 @@ class Cause(NamedTuple):
     advice: str
     code: str = ""
 
-    def for_shards(self) -> Cause:
-        """Return the cause with the names of the strategies that shard a model."""
-        advice, code = _with_names_for_shards(self.advice), _with_names_for_shards(self.code)
-        return Cause(self.plain, self.text, advice, code)
-
-
-def _with_names_for_shards(text: str) -> str:
-    if "lr_scaling" in text:  # only GradAvgStrategy has it
-        return text
-    return text.replace("GradAvgStrategy", "GradAvgModelParallelStrategy")
-
 
 def _read_causes() -> dict[str, Cause]:
     content = yaml.safe_load(Path(__file__).with_name("causes.yaml").read_text("utf-8"))

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
 
-from lightning_gradavg.verify.draws import of_no_sample
-from lightning_gradavg.verify.records import Record, RecordedStep, Refused
-from lightning_gradavg.verify.sketches import Difference, Tensors, compare_tensors, size_of
+from lightning_gradavg.verify.records import Record, RecordedStep, Refused, StageTensors
+from lightning_gradavg.verify.sketches import NEGLIGIBLE, Difference, Tensors, compare_tensors, gaps_of, size_of
 
-__all__ = [
-    "Seen",
-    "compare_records",
-    "draws_problem",
-    "logged_by_all",
-    "stages_without_numbers",
-]
+__all__ = ["Rounding", "Seen", "compare_records", "measure_rounding", "stages_with_numbers"]
+
+Rounding: TypeAlias = Mapping[str, Mapping[str, float]]
+"""By how much rounding may change an element: by stages, and there by tensors."""
+
+_MOST_OF_ROUNDING = 4.0
+"""How many times as large as the rounding that was measured a difference may be."""
 
 
 class Seen(NamedTuple):
@@ -33,49 +32,66 @@ class Seen(NamedTuple):
     names: set[str]  # of all that differ
 
 
-def compare_records(run: Record, expected_run: Record, tolerance: float) -> Iterator[Seen]:
-    """Yield where a run differs from another, in its order.
+class _Pair(NamedTuple):
+    """The tensors of a stage of a step, in two runs."""
 
-    | stage | what is compared |
-    |---|---|
-    | "weights" | by how much the step moved the weights, because a wrong move is small beside the weights |
-    | "optimizer options" | each option by itself, because options have no common factor |
-    | any other | the tensors |
+    stage: str
+    step: int
+    found: Tensors
+    expected: Tensors
+    origin: Tensors  # what they were computed from, whose rounding they carry
+
+
+def _pairs(run: Record, expected_run: Record) -> Iterator[_Pair]:
+    """Yield what can be compared of two runs, in their order. Of weights it is by how much the step moved them.
+
+    A wrong move is small beside the weights.
 
     Raises:
         Refused: If one takes other optimizer steps than the other, so that stages cannot be assigned to each other.
     """
     weights_before: Tensors = {}  # of the other run, after the step before
     for position, (step, expected_step) in enumerate(zip(run.steps, expected_run.steps, strict=False)):
-        negligible: Tensors = {}  # masks of gradients that are zero but for rounding
         for stage, expected_stage in zip_longest(step.stages, expected_step.stages):
             if stage is None or expected_stage is None or stage.stage != expected_stage.stage:
                 raise Refused("one process takes other optimizer steps in a batch than the run, or more of them")
-            name, found, expected = stage.stage, stage.tensors, expected_stage.tensors
-            noise: Tensors = {}
-            if name == "initial weights":
+            expected = expected_stage.tensors
+            pair = _Pair(stage.stage, position, stage.tensors, expected, expected)
+            if stage.stage == "weights":
+                moved = _moved(stage.tensors, weights_before)
+                pair = pair._replace(found=moved, expected=_moved(expected, weights_before))
+            if stage.stage in ("initial weights", "weights"):
                 weights_before = expected
-            elif name == "clipped gradient":
-                negligible.update(_zero_but_for_rounding(expected))
-            elif name == "weights":
-                weights = expected
-                found = _moved(found, weights_before)
-                expected = _moved(weights, weights_before)
-                # Optimizers enlarge what is zero but for rounding: it counts as moved as expected.
-                for key in negligible.keys() & found.keys() & expected.keys():
-                    found[key] = torch.where(negligible[key], expected[key], found[key])
-                noise = weights
-                weights_before = weights
-            together = name != "optimizer options"
-            differences = compare_tensors(found, expected, tolerance, noise, together=together)
-            if differences:
-                names = {difference.name for difference in differences}
-                yield Seen(name, position, differences[0], found, expected, names)
+            yield pair
 
 
 def _moved(weights: Tensors, before: Tensors) -> Tensors:
     """Return by how much weights differ from those before; sketches are linear."""
     return {name: weight - before[name] for name, weight in weights.items() if name in before}
+
+
+def compare_records(
+    run: Record, expected_run: Record, tolerance: float, rounding: Rounding | None = None
+) -> Iterator[Seen]:
+    """Yield where a run differs from another, in its order, by more than the tolerance and what rounding explains."""
+    negligible: Tensors = {}  # masks of gradients that are zero but for rounding
+    for pair in _pairs(run, expected_run):
+        found = pair.found
+        of_stage: Mapping[str, float] | None = None
+        if rounding is not None:
+            of_stage = rounding.get(pair.stage, {})
+        elif pair.stage == "clipped gradient":
+            negligible = {**negligible, **_zero_but_for_rounding(pair.expected)}
+        elif pair.stage == "weights":
+            # Optimizers enlarge what is zero but for rounding: it counts as moved as expected.
+            for name in negligible.keys() & found.keys() & pair.expected.keys():
+                found[name] = torch.where(negligible[name], pair.expected[name], found[name])
+            of_stage = {name: NEGLIGIBLE * tolerance * size_of(weight) for name, weight in pair.origin.items()}
+            negligible = {}
+        differences = compare_tensors(found, pair.expected, tolerance, of_stage)
+        if differences:
+            names = {difference.name for difference in differences}
+            yield Seen(pair.stage, pair.step, differences[0], found, pair.expected, names)
 
 
 def _zero_but_for_rounding(gradients: Tensors) -> Tensors:
@@ -93,36 +109,43 @@ def _zero_but_for_rounding(gradients: Tensors) -> Tensors:
     return masks
 
 
-def logged_by_all(steps_of_ranks: Sequence[RecordedStep]) -> Mapping[str, float]:
-    """Return the values of a step that all ranks logged alike, as with `sync_dist`."""
-    first, *others = steps_of_ranks
-    values = dict(first.logged)
-    for step in others:
-        values = {name: value for name, value in values.items() if step.logged.get(name) == value}
-    return values
+def measure_rounding(in_16_bits: Record, in_float64: Record) -> Rounding:
+    """Return what rounding explains: `_MOST_OF_ROUNDING` times what it changes in the same run on one process.
+
+    The largest change of all steps counts. That of a small tensor may be small by chance, so the usual one of its stage
+    counts if it is larger.
+
+    Raises:
+        Refused: If it explains that most gradients, or a buffer, are lost, so that no difference shows anything.
+    """
+    rounding: dict[str, dict[str, float]] = {}
+    for pair in _pairs(in_16_bits, in_float64):
+        of_stage = rounding.setdefault(pair.stage, {})
+        sizes = {}
+        changes = {}  # relative ones
+        for name in pair.found.keys() & pair.expected.keys():
+            sizes[name] = max(size_of(pair.expected[name]), 1e-300)
+            changes[name] = float(gaps_of(pair.found[name], pair.expected[name]).max()) / sizes[name]
+        if not changes:
+            continue
+        usual = statistics.median(changes.values())
+        # A gradient may be nothing but rounding, as of a bias before a norm.
+        lost = {"reduced gradient": usual, "buffers": max(changes.values())}.get(pair.stage, 0.0)
+        if _MOST_OF_ROUNDING * lost >= 1:
+            raise Refused(
+                f"in this precision the {pair.stage} of one process itself is {lost:.2g} x away from float64: look for"
+                " a count or a sum that is kept in 16 bits"
+            )
+        for name, change in changes.items():
+            of_stage[name] = max(of_stage.get(name, 0.0), _MOST_OF_ROUNDING * max(change, usual) * sizes[name])
+    return rounding
 
 
-def stages_without_numbers(record: Record, steps: int) -> dict[str, str]:
-    """Return the stages of a run without a finite number: "none" if there is nothing at all, or "not finite"."""
-    tensors_of_stages: dict[str, list[Tensor]] = {}
-    for step in record.steps[:steps]:
-        for stage in step.stages:
-            tensors_of_stages.setdefault(stage.stage, []).extend(stage.tensors.values())
-    without = {}
-    for name, tensors in tensors_of_stages.items():
-        if not tensors:
-            without[name] = "none"
-        elif not any(tensor.isfinite().any() for tensor in tensors):
-            without[name] = "not finite"
-    return without
-
-
-def draws_problem(records: Sequence[Record], alone: Record) -> str:
-    """Return why the random numbers of the ranks and of one process cannot be compared; "" if they can."""
-    for record in (alone, *records):
-        if record.draws_problem:
-            return record.draws_problem
-    for steps_of_ranks in zip(*(record.steps for record in records), strict=False):
-        if any(step.drawn_in_hooks != steps_of_ranks[0].drawn_in_hooks for step in steps_of_ranks):
-            return of_no_sample("in a communication hook")
-    return ""
+def stages_with_numbers(steps: Sequence[RecordedStep]) -> set[str]:
+    """Return the stages of which some number is finite, and those of what is read and logged."""
+    stages = {"samples"}
+    for step in steps:
+        for stage in (*step.stages, StageTensors("logged values", step.logged)):
+            if any(tensor.isfinite().any() for tensor in stage.tensors.values()):
+                stages.add(stage.stage)
+    return stages

@@ -8,7 +8,6 @@ noise of a weight, belongs to no sample: it is comparable if all ranks drew the 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,16 +25,22 @@ __all__ = ["Draws", "of_no_sample"]
 _LOW_TYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
-_DRAWN_WITHIN = ("rrelu", "attention", "rnn", "fused_dropout")
+_DRAWN_WITHIN = ("rrelu", "attention", "rnn")
 """Parts of the names of operators whose results are no random numbers, but computed with some that are not returned."""
 
 
-def of_no_sample(operator: str, where: str = "") -> str:
+def of_no_sample(operator: str, line: str = "") -> str:
     """Return why a draw cannot be compared that every rank makes for itself."""
     return (
         f"one draw for a whole batch ({operator}): it belongs to no sample; every rank draws its own, and one process"
-        f" draws one{where}"
+        f" draws one{_drawn_in(line)}"
     )
+
+
+def _drawn_in(line: str) -> str:
+    if not line:
+        return ""
+    return f"; drawn in {line}"
 
 
 class Draws(TorchDispatchMode):
@@ -44,100 +49,71 @@ class Draws(TorchDispatchMode):
     The recorder enters it when a batch arrives, and leaves it when the batch ends.
 
     Attributes:
-        is_paused: Whether operators run as they are. Communication hooks run so.
-        last_operator: The operator that ran last, for an error of one that has no float64.
-        is_of_samples: Whether samples are computed: not in an optimizer, and not behind the backward.
-        drawn: What the samples that are computed drew.
-        common_drawn: What was drawn where no samples are computed. The recorder empties it when a step ends.
-        drawn_in_hooks: Digests of what communication hooks drew.
+        double: Whether operators compute in float64.
+        drawn: What was drawn while these samples are computed, and behind their backward until the batch ends.
         parts: What each part of the batch drew, if one process draws that again.
-        common_parts: What each rank drew behind the backwards of the step.
         problem: Why random numbers cannot be compared; "" if they can.
-        scopes: Names of the scopes of `torch.profiler.record_function` that were entered.
     """
 
     def __init__(self, *, double: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.double = double
-        self.is_paused = False
-        self.last_operator = ""
-        self.is_of_samples = True
+        self._is_paused = False
         self.drawn: list[DrawnNumbers] = []
-        self.common_drawn: list[DrawnNumbers] = []
-        self.drawn_in_hooks: list[bytes] = []
         self.parts: Sequence[Sequence[DrawnNumbers]] = ()
-        self.common_parts: Sequence[Sequence[DrawnNumbers]] = ()
         self.problem = ""
-        self.scopes: set[str] = set()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Run operators as they are within."""
-        was_paused = self.is_paused
-        self.is_paused = True
+        """Run operators as they are within, such as those of communication hooks, which state their types."""
+        was_paused = self._is_paused
+        self._is_paused = True
         try:
             yield
         finally:
-            self.is_paused = was_paused
+            self._is_paused = was_paused
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator."""
         kwargs = {} if kwargs is None else dict(kwargs)
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        if self.is_paused:
-            result = func(*args, **kwargs)
-            if draws and isinstance(result, Tensor):
-                self.drawn_in_hooks.append(hashlib.blake2b(result.double().numpy().tobytes(), digest_size=8).digest())
-            return result
-        self.last_operator = str(func)
-        if func.namespace == "profiler":
-            self.scopes.update(argument for argument in args if isinstance(argument, str))
-        elif self.double and func.namespace not in ("c10d", "fsdp"):  # which take tensors of one type
+        # Collectives take tensors of one type.
+        if self.double and not self._is_paused and func.namespace not in ("c10d", "fsdp", "profiler"):
             args, kwargs = _widened(func, args, kwargs)
-        if not draws:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         states = _generator_states(args, kwargs)
         result = func(*args, **kwargs)
         if all(torch.equal(*pair) for pair in zip(states, _generator_states(args, kwargs), strict=True)):
             return result  # it draws nothing, as attention without dropout
-        return self._recorded_or_drawn_again(func, args, result)
-
-    def _recorded_or_drawn_again(self, func: Any, args: Any, result: Any) -> Any:
-        numbers = result
-        if isinstance(result, tuple):  # dropout returns its mask, too
-            numbers = result[-1]
-        drawn = self.drawn if self.is_of_samples else self.common_drawn
-        own = DrawnNumbers(str(func.overloadpacket), numbers.detach(), running_line())
-        position = len(drawn)
-        drawn.append(own._replace(numbers=_compact(own.numbers)))
-        parts = self.parts if self.is_of_samples else self.common_parts
-        if not parts or self.problem:
+        if self._is_paused:
+            self.problem = of_no_sample("in a communication hook")
             return result
-        again = self._drawn_again(own, [part[position] if position < len(part) else None for part in parts])
-        if again is None:
-            return result
-        if isinstance(result, tuple):
-            kept = max(1 - args[1], 1e-300)  # of dropout: where nothing is kept, the mask is zero
-            return args[0] * again / kept, again
-        if writes_in_place(func):
-            return result.copy_(again)
-        return again
+        return self._recorded_or_drawn_again(func, result)
 
-    def _drawn_again(self, own: DrawnNumbers, of_parts: Sequence[DrawnNumbers | None]) -> Tensor | None:
-        """Return what the parts drew, joined; None, and a problem, if that is not possible."""
-        where = "" if own.line is None else f"; drawn in {own.line}"
-        if any(part in own.operator for part in _DRAWN_WITHIN):
-            self.problem = f"an operator draws what it does not return ({own.operator}){where}"
-            return None
+    def _recorded_or_drawn_again(self, func: Any, result: Any) -> Any:
+        """Note what an operator drew, and return it, or what the parts of the batch drew, joined."""
+        operator = str(func.overloadpacket)
+        line = running_line()
+        if not isinstance(result, Tensor) or any(part in operator for part in _DRAWN_WITHIN):
+            self.problem = f"an operator draws what it does not return ({operator}){_drawn_in(line)}"
+            return result
+        position = len(self.drawn)
+        self.drawn.append(DrawnNumbers(operator, _compact(result.detach())))
+        if not self.parts or self.problem:
+            return result
         numbers = []
-        for draw in of_parts:
-            if draw is None or draw.operator != own.operator or draw.numbers.ndim != own.numbers.ndim:
-                self.problem = f"a batch of another size draws other random numbers ({own.operator}){where}"
-                return None
-            numbers.append(draw.numbers)
-        joined = _joined(numbers, own.numbers)
+        for part in self.parts:
+            draws = part[position : position + 1]
+            if not draws or draws[0].operator != operator or draws[0].numbers.ndim != result.ndim:
+                self.problem = f"a batch of another size draws other random numbers ({operator}){_drawn_in(line)}"
+                return result
+            numbers.append(draws[0].numbers.to(result.dtype))
+        joined = _joined(numbers, result.detach())
         if joined is None:
-            self.problem = of_no_sample(own.operator, where)
+            self.problem = of_no_sample(operator, line)
+            return result
+        if writes_in_place(func):
+            return result.copy_(joined)
         return joined
 
 
@@ -154,37 +130,27 @@ def _joined(numbers: Sequence[Tensor], own: Tensor) -> Tensor | None:
 
     Numbers that all parts have in common stay as they are. Other dimensions may be shorter, as of padded texts.
     """
-    numbers = [part.to(own.dtype) for part in numbers]
     first = numbers[0]
     if first.shape == own.shape and all(torch.equal(first, part) for part in numbers):
         return first
     for dim in range(own.ndim):
-        if sum(part.shape[dim] for part in numbers) != own.shape[dim]:
+        sizes = [part.shape[dim] for part in numbers]
+        if sum(sizes) != own.shape[dim]:
             continue
         joined = own.clone()
-        start = 0
-        for part in numbers:
-            place = joined.narrow(dim, start, part.shape[dim])
-            for other in range(own.ndim):
-                if other != dim:
-                    place = place.narrow(other, 0, min(part.shape[other], own.shape[other]))
-            place.copy_(part[tuple(slice(0, size) for size in place.shape)])
-            start += part.shape[dim]
+        for part, place in zip(numbers, joined.split(sizes, dim), strict=True):
+            kept = tuple(slice(min(pair)) for pair in zip(part.shape, place.shape, strict=True))
+            place[kept] = part[kept]
         return joined
     return None
 
 
 def _generator_states(args: Sequence[object], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the states of the generators that an operator may draw from."""
-    types = {torch.device(kwargs.get("device") or "cpu").type}
     states = [torch.get_rng_state()]
     for argument in (*args, *kwargs.values()):
-        if isinstance(argument, Tensor):
-            types.add(argument.device.type)
-        elif isinstance(argument, torch.Generator):
+        if isinstance(argument, torch.Generator):
             states.append(argument.get_state())
-    for device_type in sorted(types - {"cpu", "meta"}):
-        states.append(getattr(torch, device_type).get_rng_state())
     return states
 
 

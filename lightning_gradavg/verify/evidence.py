@@ -27,10 +27,9 @@ class Evidence:
     Gradients are vectors of the sketches of those parameters that differ.
 
     Args:
-        twin: Trains one process up to the step, once for each micro-batch alone, and once for all.
+        twin: Trains one process up to the step, once for each micro-batch alone.
         seen: The difference.
         tolerance: The largest relative difference that counts as equal.
-        normalizes: Whether batch norm takes the statistics of a batch, and not constants.
 
     Attributes:
         near: The largest relative difference up to which a combination of gradients is another gradient.
@@ -39,30 +38,27 @@ class Evidence:
         group: The micro-batches of all ranks.
         batches: The same, without their places.
         parts: `P`, a row for each micro-batch.
-        losses: The losses of one process for each of them.
         whole: `F`.
         reduced: `G`.
         like: Sketches that have the names and the order of the vectors.
     """
 
-    def __init__(self, twin: Twin, seen: Seen, tolerance: float, *, normalizes: bool = True) -> None:
-        self._twin, self._seen, self._tolerance = twin, seen, tolerance
+    def __init__(self, twin: Twin, seen: Seen, tolerance: float) -> None:
+        self._twin = twin
+        self._step = seen.step
         self.facts = twin.records[0].facts
         self.near = 100 * tolerance
         self.world_size = len(twin.records)
         self.group = twin.group_of_step(seen.step)
         self.batches = [taken.rank_batch for taken in self.group]
-        of_parts = [twin.train_step([taken], seen.step, normalizes=normalizes) for taken in self.group]
-        of_whole = twin.train_step(self.group, seen.step, normalizes=normalizes)
-        self.losses = [result.loss for result in of_parts]
+        gradients = [twin.gradient_of([taken], seen.step) for taken in self.group]
         # A part may have no gradient of a parameter, as of an embedding that its samples do not use.
-        self.like: Tensors = {}
-        for tensors in (*(result.gradient for result in of_parts), of_whole.gradient, seen.found):
-            for name, tensor in tensors.items():
-                if name in seen.names:
-                    self.like[name] = tensor
-        self.parts = torch.stack([flat(result.gradient, self.like) for result in of_parts])
-        self.whole = flat(of_whole.gradient, self.like)
+        of_all: Tensors = {}
+        for tensors in (*gradients, seen.expected, seen.found):
+            of_all.update(tensors)
+        self.like = {name: tensor for name, tensor in of_all.items() if name in seen.names}
+        self.parts = torch.stack([flat(gradient, self.like) for gradient in gradients])
+        self.whole = flat(seen.expected, self.like)
         self.reduced = flat(seen.found, self.like)
         self.factor = multiple_of(self.reduced, self.whole, self.near)
 
@@ -76,19 +72,12 @@ class Evidence:
     @cached_property
     def shares(self) -> Mapping[str, Tensor]:
         """The named combinations: which share each micro-batch has, by what decides on it."""
-        amounts = {
-            "samples": [float(rank_batch.size) for rank_batch in self.batches],
-            "mean": [1.0] * len(self.batches),
-        }
+        amounts = {"samples": [float(rank_batch.size) for rank_batch in self.batches]}
         weights = [rank_batch.weight for rank_batch in self.batches if rank_batch.weight is not None]
-        if len(weights) == len(self.batches):
+        if len(weights) == len(self.batches) and sum(weights) > 0:
             amounts["weights"] = weights
-        shares: dict[str, Tensor] = {}
-        for name in ("samples", "weights", "mean"):  # where several are right, reports show the first
-            if name in amounts and sum(amounts[name]) > 0:
-                of_name = torch.tensor(amounts[name], dtype=torch.float64)
-                shares[name] = of_name / of_name.sum()
-        return shares
+        amounts["mean"] = [1.0] * len(self.batches)
+        return {name: torch.tensor(of_name, dtype=torch.float64) / sum(of_name) for name, of_name in amounts.items()}
 
     def factors(self, gradient: Tensor) -> Mapping[str, float]:
         """Return which of the named combinations a gradient is a multiple of, and which multiple."""
@@ -118,13 +107,10 @@ class Evidence:
     @cached_property
     def right(self) -> Mapping[str, Tensor]:
         """The combinations of the parts that are the whole: by name, or "terms" with shares of their own."""
-        right: dict[str, Tensor] = {}
-        number = len(self.batches)
         factors = self.factors(self.whole)
-        for name, factor in factors.items():
-            if self.is_close(factor, 1):
-                right[name] = self.shares[name]
-        if "mean" in factors and self.is_close(factors["mean"], number):
+        right = {name: self.shares[name] for name, factor in factors.items() if self.is_close(factor, 1)}
+        number = len(self.batches)
+        if self.is_close(factors.get("mean", 0.0), number):
             right["sum"] = self.shares["mean"] * number
         if right:
             return right
@@ -137,26 +123,8 @@ class Evidence:
     @property
     def depends_on_order(self) -> bool:
         """Whether one process computes another gradient of the same samples in another order."""
-        reversed_order = self._twin.train_step(self.group[::-1], self._seen.step).gradient
+        reversed_order = self._twin.gradient_of(self.group[::-1], self._step)
         return not gap_between(flat(reversed_order, self.like), self.whole) <= self.near
-
-    @property
-    def is_of_batch_norm(self) -> bool:
-        """Whether batch norm is all that compares samples: with constants for its statistics, nothing does."""
-        return len(Evidence(self._twin, self._seen, self._tolerance, normalizes=False).right) > 0
-
-    @cached_property
-    def loss_ratios(self) -> Tensor:
-        """The loss of each micro-batch on its rank over that of the same samples on one process."""
-        on_ranks = torch.tensor([rank_batch.loss for rank_batch in self.batches], dtype=torch.float64)
-        return on_ranks / torch.tensor(self.losses, dtype=torch.float64)
-
-    @property
-    def has_other_losses(self) -> bool:
-        """Whether a rank computed another loss than one process does of the same samples."""
-        ratios = self.loss_ratios
-        known_ratios = ratios[ratios.isfinite()]  # a loss of 0, or of a micro-batch without terms, has no ratio
-        return bool(((known_ratios - 1).abs() > self.near).any())
 
     def is_close(self, factor: float, expected: float) -> bool:
         """Return whether a factor is another, but for rounding."""

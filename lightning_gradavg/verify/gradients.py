@@ -11,26 +11,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gradavg.rules import RULES
-from lightning_gradavg.verify.borders import uses_global_mean
 from lightning_gradavg.verify.comparison import Seen
 from lightning_gradavg.verify.evidence import Evidence
-from lightning_gradavg.verify.lines import GRADIENT_OF
 from lightning_gradavg.verify.records import Record, Refused
 from lightning_gradavg.verify.sketches import SKETCHED_ELEMENTS, gap_between
 
-__all__ = ["TYPES_OF_16_BITS", "Explanation", "explain_gradient", "written_gradient"]
-
-TYPES_OF_16_BITS = (torch.bfloat16, torch.float16)
+__all__ = ["Explanation", "explain_gradient"]
 
 
 class Explanation(NamedTuple):
     """Why something differs."""
 
     cause: str  # a key of `CAUSES`
-    detail: str  # what was found, with numbers
-    where: str = ""  # the module or the hook that is the fault
-    line: str = ""  # the same as a line of the user's code, if it has one
+    detail: str  # what was found, with numbers, and the hook that is the fault
 
 
 def explain_gradient(evidence: Evidence, seen: Seen, records: Sequence[Record]) -> Explanation:
@@ -41,26 +34,12 @@ def explain_gradient(evidence: Evidence, seen: Seen, records: Sequence[Record]) 
             "with the samples of the batch in a different order one process computes a different gradient: the"
             " loss, or a random draw, depends on their positions in the batch"
         )
-    if uses_global_mean(records[0].scopes) and not _is_plain_mean(evidence):
-        return Explanation("weighed global mean", f"{evidence.multiple}: the run weighs the ranks' losses once more")
     if not evidence.right:
         return _of_compared_samples(evidence, seen, records)
-    if evidence.has_other_losses:
-        return _of_losses(evidence)
     explanation = _of_combination(evidence, records)
     if explanation is None:
         explanation = _of_change(evidence, seen, records)
     return explanation
-
-
-def _is_plain_mean(evidence: Evidence) -> bool:
-    """Return whether the run takes the plain mean of its micro-batches."""
-    rule = evidence.facts.rule
-    if not rule.uses_weight:
-        return rule == RULES["mean"]
-    shares = evidence.shares
-    weights = shares.get("weights", shares["samples"])
-    return torch.equal(weights, shares["mean"])
 
 
 def _of_compared_samples(evidence: Evidence, seen: Seen, records: Sequence[Record]) -> Explanation:
@@ -68,34 +47,16 @@ def _of_compared_samples(evidence: Evidence, seen: Seen, records: Sequence[Recor
     facts, multiple = evidence.facts, evidence.multiple
     if facts.replicas is not None:
         raise Refused(
-            "the gradient of a batch is no combination of those of its replicas: something beside batch norm"
-            " compares the samples of a replica with each other, or batch norm gets their rows in another order."
-            " One process has only the whole batch for that"
+            "the gradient of a batch is no combination of those of its replicas: something compares the samples of a"
+            " replica with each other. One process has only the whole batch for that"
         )
     detail = f"{multiple}, and that of a batch is no combination of those of its parts"
     batch_norms = records[0].batch_norms
     if batch_norms and not facts.replicated:  # replicas share their statistics over all ranks
-        where = f"each rank normalizes by its own samples, first in `{batch_norms[0]}`"
-        if evidence.is_of_batch_norm:
-            return Explanation("batch norm", detail, where)
-        detail += f", also without batch norm: {where}"
+        return Explanation("batch norm", f"{detail}: each rank normalizes by its own samples in `{batch_norms[0]}`")
     if evidence.factor is not None and len(evidence.whole) > 1:  # one number is a multiple of any other
         return Explanation("multiple", multiple)
-    changed = _place_of_change(seen, records[0])
-    return Explanation("non-decomposable loss", detail, changed.where, changed.line)
-
-
-def _of_losses(evidence: Evidence) -> Explanation:
-    """Return why the ranks' losses are not those of one process."""
-    ratios = evidence.loss_ratios
-    detail = f"{evidence.multiple}; the ranks' losses are {_listed(ratios)} x those of the same samples on one process"
-    if evidence.factor is not None and evidence.is_close(evidence.factor, 1 / evidence.world_size):
-        return Explanation("double division", detail)
-    if gap_between(ratios / len(ratios) @ evidence.parts, evidence.whole) <= evidence.near:
-        return Explanation("hand-compensated loss", f'{detail}; with it `reduction="mean"` is right')
-    if torch.allclose(ratios, ratios[0], rtol=evidence.near, atol=0.0):
-        return Explanation("hand-compensated loss", detail)
-    return Explanation("unexplained", detail)
+    return Explanation("non-decomposable loss", detail + _changed_by(seen, records[0]))
 
 
 def _of_combination(evidence: Evidence, records: Sequence[Record]) -> Explanation | None:
@@ -134,29 +95,28 @@ def _of_shares(evidence: Evidence, records: Sequence[Record], *, is_mean: bool) 
     if shares is not None:
         how = f"by {_listed(shares)}"
     detail = f"{detail} {how}: the weights are not the numbers of terms"
-    line = records[0].training_step_at
-    if any(rank_batch.weight is not None for rank_batch in evidence.batches) and line is not None:
-        return Explanation("counts", detail, "the weights are returned by the function that begins in", str(line))
+    if any(rank_batch.weight is not None for rank_batch in evidence.batches):
+        detail += f", which {records[0].training_step_at} returns"
     return Explanation("counts", detail)
 
 
 def _of_multiple(evidence: Evidence, records: Sequence[Record], factors: Sequence[float]) -> Explanation | None:
     """Return why the run made one of these multiples of the right gradient, if it is a known one."""
-    facts, ranks, number = evidence.facts, evidence.world_size, len(evidence.batches)
-
-    def are_multiplied_by(scale: float) -> bool:
-        return any(evidence.is_close(factor, scale) for factor in factors)
-
-    for divisor in records[0].divisors:
-        if divisor != ranks and are_multiplied_by(ranks / divisor):
-            detail = f"fully_shard divides the sum over {ranks} ranks by {divisor:g}"
-            return Explanation("divide factor", f"{evidence.multiple}: {detail}")
-    if number != ranks * facts.accumulation and are_multiplied_by(number / (ranks * facts.accumulation)):
-        detail = f"the window has {number / ranks:g} micro-batches on each rank and is divided by {facts.accumulation}"
-        return Explanation("short window", f"{evidence.multiple}: {detail}")
-    if "sum" in facts.rule.name and are_multiplied_by(number):
-        detail = "the loss is a mean, but the reduction adds up the ranks"
-        return Explanation("counts", f"{evidence.multiple}: {detail}")
+    ranks = evidence.world_size
+    number = len(evidence.batches)
+    window = evidence.facts.accumulation
+    known: list[tuple[float, str, str]] = []  # multiples, with their cause and what is said
+    for divisor in records[0].divisors - {ranks}:
+        said = f"fully_shard divides the sum over {ranks} ranks by {divisor:g}"
+        known.append((ranks / divisor, "divide factor", said))
+    if number != ranks * window:
+        said = f"the window has {number / ranks:g} micro-batches on each rank and is divided by {window}"
+        known.append((number / (ranks * window), "short window", said))
+    if "sum" in evidence.facts.rule.name:
+        known.append((number, "counts", "the loss is a mean, but the reduction adds up the ranks"))
+    for multiple, cause, said in known:
+        if any(evidence.is_close(factor, multiple) for factor in factors):
+            return Explanation(cause, f"{evidence.multiple}: {said}")
     return None
 
 
@@ -164,66 +124,31 @@ def _of_change(evidence: Evidence, seen: Seen, records: Sequence[Record]) -> Exp
     """Return what was done to the ranks' gradients beyond combining them, if it is known."""
     if not evidence.reduced.any():
         return Explanation("unexplained", "the run has no gradient, as if the ranks never reduced theirs")
-    elements = []
-    for name, sketched in evidence.like.items():
-        gradient = seen.found.get(name)
-        if gradient is None:
-            gradient = torch.zeros_like(sketched)
-        elements.append(gradient[:SKETCHED_ELEMENTS])  # a sum of numbers of 16 bits is none of them
+    # A sum of numbers of 16 bits is none of them.
+    elements = [seen.found[name][:SKETCHED_ELEMENTS] for name in evidence.like if name in seen.found]
     values = torch.cat(elements)
-    for dtype in TYPES_OF_16_BITS:
+    for dtype in (torch.bfloat16, torch.float16):
         if values.any() and torch.equal(values.to(dtype).double(), values):
-            name_of_type = str(dtype).removeprefix("torch.")
-            return Explanation("16-bit wire", f"every element of the gradient is a {name_of_type} number")
-    changed = _place_of_change(seen, records[0])
+            return Explanation("16-bit wire", f"every element of the gradient is a number of {dtype}")
+    changed_by = _changed_by(seen, records[0])
     if evidence.factor is not None:
         cause = "multiple"
         if evidence.is_close(evidence.factor, 1 / evidence.world_size):
             cause = "double division"
-        return Explanation(cause, evidence.multiple, changed.where, changed.line)
-    if any(rank_batch.in_pieces for rank_batch in evidence.batches):
-        return Explanation(
-            "unexplained",
-            "the ranks compute their batches in several parts, each of which may have a weight of its own: verify with"
-            " as many processes as replicas, and without max_device_batch_size",
-        )
-    detail = "no known combination of what one process computes was made"
-    if changed.where:
-        return Explanation("gradient hooks", detail, changed.where, changed.line)
-    return Explanation("unexplained", detail)
+        return Explanation(cause, evidence.multiple + changed_by)
+    cause = "unexplained"
+    if changed_by:
+        cause = "gradient hooks"
+    return Explanation(cause, "no known combination of what one process computes was made" + changed_by)
 
 
-class _PlaceOfChange(NamedTuple):
-    """What may have changed a gradient; empty if that is not known, or may be several."""
-
-    where: str = ""
-    line: str = ""
-
-
-def _place_of_change(seen: Seen, record: Record) -> _PlaceOfChange:
-    """Return the hook or the line that changes a gradient beside its reduction, if it is the only one that may."""
-    places = []
+def _changed_by(seen: Seen, record: Record) -> str:
+    """Return the hook that changes a gradient beside its reduction, if it is the only one that may; else ""."""
+    hooks = [record.parameter_hooks[name] for name in sorted(seen.names) if name in record.parameter_hooks][:1]
     if record.comm_hook:
-        line = "" if record.comm_hook_at is None else str(record.comm_hook_at)
-        places.append(_PlaceOfChange(f"the gradients are reduced by the communication hook `{record.comm_hook}`", line))
-    for name in sorted(seen.names):
-        if name in record.parameter_hooks:
-            places.append(_PlaceOfChange(f"`{name}` has a hook that begins in", str(record.parameter_hooks[name])))
-            break
-    written = written_gradient(seen, record)
-    if written:
-        places.append(_PlaceOfChange("after the backward, the gradient was last written in", written))
-    if len(places) == 1:
-        return places[0]
-    return _PlaceOfChange()
-
-
-def written_gradient(seen: Seen, record: Record) -> str:
-    """Return the line that wrote to a gradient after the backward; "" if none did."""
-    for name in sorted(seen.names):
-        line = record.steps[seen.step].writes.get(f"{GRADIENT_OF}{name}")
-        if line is not None:
-            return str(line)
+        hooks.append(record.comm_hook)
+    if len(hooks) == 1:
+        return f". The gradients go through the hook {hooks[0]}"
     return ""
 
 

@@ -9,26 +9,24 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
-from collections.abc import Callable, Hashable, Sequence
-from itertools import islice
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_gradavg._support.random_state import random_state, restore_random_state, same_random_state, seeded
 from lightning_gradavg._support.tree import bits
 from lightning_gradavg.verify.borders import pieces_of, sources_of
-from lightning_gradavg.verify.records import EpochReading, RankBatch, SampleId
+from lightning_gradavg.verify.records import EpochReading, RankBatch, RecordedPiece, SampleId
 
 __all__ = ["NO_COLLATE_FN", "Loading", "read_epoch", "seed_process"]
 
 NO_COLLATE_FN = (
     "no collate_fn makes the loader's batches, so their samples are unknown: use one DataLoader with a batch_size"
 )
-
-_MOST_BATCHES = 20_000  # of an epoch that is read by its indices
 
 _SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)
 """Those that read every sample once."""
@@ -60,8 +58,14 @@ def _packed(sample: object) -> bytes:
     return stream.getvalue()
 
 
-def _id_of(packed: bytes) -> SampleId:
-    return hashlib.blake2b(packed, digest_size=12).digest()
+def _piece_of(samples: Sequence[object], indices: Sequence[Hashable]) -> RecordedPiece:
+    """Return the record of samples, before `collate_fn` may change them."""
+    try:
+        packed = [_packed(sample) for sample in samples]
+    except Exception:  # noqa: BLE001  # pickle raises nearly anything
+        return RecordedPiece(size=len(samples), unknown_because="a sample cannot be copied")
+    sample_ids = [hashlib.blake2b(sample, digest_size=12).digest() for sample in packed]
+    return RecordedPiece(packed, sample_ids, indices, len(samples))
 
 
 class _SeededDataset:
@@ -85,48 +89,6 @@ class _SeededDataset:
             restore_random_state(state)
 
 
-class _RecordingCollate:
-    """Collates as the user's `collate_fn` does, and notes what the batch is made of.
-
-    It stands in the fetcher of one pass of a loader, which calls it with the samples that it just read.
-    """
-
-    def __init__(
-        self, collate: Callable[[list[Any]], Any], dataset: _SeededDataset, note: Callable[[object, RankBatch], None]
-    ) -> None:
-        self._collate, self._dataset, self._note = collate, dataset, note
-
-    def __call__(self, samples: list[object]) -> object:
-        # Before them, a strategy may have loaded samples to compare them between ranks.
-        indices = self._dataset.indices[-len(samples) :]
-        self._dataset.indices = []
-        unknown_because = ""
-        packed: list[bytes] = []
-        try:
-            packed = [_packed(sample) for sample in samples]
-        except Exception:  # noqa: BLE001  # pickle raises nearly anything
-            unknown_because = "a sample cannot be copied"
-        # One process collates these samples again, with those of other ranks.
-        before = random_state()
-        collated = self._collate(samples)
-        if not same_random_state(before, random_state()):
-            unknown_because = "collate_fn draws random numbers"
-        rank_batch = RankBatch(
-            packed_samples=packed,
-            sample_ids=[_id_of(sample) for sample in packed],
-            indices=indices,
-            size=len(samples),
-            unknown_because=unknown_because,
-        )
-        self._note(collated, rank_batch)
-        return collated
-
-
-class _NotedBatch(NamedTuple):
-    batch: object  # kept alive, so that no other object gets its id
-    rank_batch: RankBatch
-
-
 class Loading:
     """Lets the loaders of a process load in it, and knows what the batches that were not trained on yet are made of.
 
@@ -135,7 +97,8 @@ class Loading:
     """
 
     def __init__(self) -> None:
-        self._noted: dict[int, _NotedBatch] = {}
+        # Each batch by its id, with itself, so that no other object gets its id.
+        self._noted: dict[int, tuple[object, RecordedPiece]] = {}
 
     def watch(self, fetcher: Any) -> None:
         """Have a pass of a `DataLoader` note its batches."""
@@ -145,34 +108,35 @@ class Loading:
         dataset = _SeededDataset(sources.of_dataset.dataset)
         if not isinstance(sources.of_dataset.dataset, IterableDataset):
             sources.of_dataset.dataset = dataset
-        collate = getattr(sources.of_collate, sources.collate_name)
-        setattr(sources.of_collate, sources.collate_name, _RecordingCollate(collate, dataset, self.note))
+        user_collate = getattr(sources.of_collate, sources.collate_name)
 
-    def note(self, batch: object, rank_batch: RankBatch) -> None:
+        def collate(samples: list[object]) -> object:
+            # Before them, a strategy may have loaded samples to compare them between ranks.
+            indices = dataset.indices[-len(samples) :]
+            dataset.indices = []
+            piece = _piece_of(samples, indices)
+            # One process collates these samples again, with those of other ranks.
+            before = random_state()
+            batch = user_collate(samples)
+            if not same_random_state(before, random_state()):
+                piece.unknown_because = "collate_fn draws random numbers"
+            self.note(batch, piece)
+            return batch
+
+        setattr(sources.of_collate, sources.collate_name, collate)
+
+    def note(self, batch: object, piece: RecordedPiece) -> None:
         """Remember what a batch is made of."""
-        self._noted[id(batch)] = _NotedBatch(batch, rank_batch)
+        self._noted[id(batch)] = (batch, piece)
 
     def pop(self, batch: object) -> RankBatch:
         """Return what a batch is made of, and forget it; of an unknown batch, that its samples are unknown."""
-        of_pieces: list[RankBatch] = []
+        unknown = RecordedPiece(unknown_because=NO_COLLATE_FN)
+        pieces = []
         for piece in pieces_of(batch):
-            noted = self._noted.pop(id(piece), None)
-            if noted is None:
-                return RankBatch(unknown_because=NO_COLLATE_FN)
-            of_pieces.append(noted.rank_batch)
-        if len(of_pieces) == 1:
-            return of_pieces[0]
-        joined = RankBatch(size=0)
-        for of_piece in of_pieces:
-            joined = RankBatch(
-                packed_samples=[*joined.packed_samples, *of_piece.packed_samples],
-                sample_ids=[*joined.sample_ids, *of_piece.sample_ids],
-                indices=[*joined.indices, *of_piece.indices],
-                size=joined.size + of_piece.size,
-                unknown_because=joined.unknown_because or of_piece.unknown_because,
-                piece_sizes=[*joined.piece_sizes, of_piece.size],
-            )
-        return joined
+            _, known = self._noted.pop(id(piece), (piece, unknown))
+            pieces.append(known)
+        return RankBatch(pieces)
 
     def first_samples(self, loader: Any, number: int) -> list[list[SampleId]]:
         """Return the samples of the first batches of a pass over a loader, until there are so many; none if unknown.
@@ -181,15 +145,11 @@ class Loading:
         """
         state = random_state()
         batches: list[list[SampleId]] = []
-        read = 0
         try:
             for batch in loader:
-                sample_ids = list(self.pop(batch).sample_ids)
-                if not sample_ids:
-                    return []
-                batches.append(sample_ids)
-                read += len(sample_ids)
-                if read >= number:
+                batches.append(self.pop(batch).sample_ids)
+                number -= len(batches[-1])
+                if number <= 0 or not batches[-1]:
                     break
         except Exception:  # noqa: BLE001  # of the user's loader, which may be read once only
             return []
@@ -199,39 +159,15 @@ class Loading:
 
 
 def read_epoch(loader: Any, batches: Sequence[Sequence[SampleId]] = ()) -> EpochReading:
-    """Return what one pass over a loader reads.
-
-    Args:
-        loader: The user's loader.
-        batches: The samples of its first batches, if they are known.
-    """
+    """Return what one pass over the user's loader reads, of which the samples of the first batches may be known."""
     samples = [sample for batch in batches for sample in batch]
-    batch_size = len(batches[0]) if batches else 0
-    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
-        return EpochReading(samples, batch_size)
-    if isinstance(loader.dataset, IterableDataset):
-        return EpochReading(samples, batch_size)
-    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    # A plain list may be a batch sampler, too.
-    package = type(loader.batch_sampler).__module__.partition(".")[0]
-    state = random_state()
-    try:
-        read = list(islice(loader.batch_sampler, _MOST_BATCHES))
-        dataset: Any = loader.dataset
-        dataset_size = len(dataset)
-    except Exception:  # noqa: BLE001  # of the user's sampler or data set
-        return EpochReading(samples, batch_size)
-    finally:
-        restore_random_state(state)
-    indices: list[Hashable] | None = None
-    if len(read) < _MOST_BATCHES:
-        indices = [index for batch in read for index in batch]
-    return EpochReading(
-        samples=samples,
-        batch_size=batch_size,
-        indices=indices,
-        dataset_size=dataset_size,
-        dropped=(loader.batch_size or 0) if loader.drop_last else 0,
-        replaces=getattr(sampler, "replacement", False),
-        own_sampler=package not in ("torch", "builtins") or not isinstance(sampler, _SAMPLERS),
-    )
+    batch_size = 0
+    if batches:
+        batch_size = len(batches[0])
+    length: int | None = None
+    # Any other batch sampler may read what it likes, as often as it likes.
+    if type(getattr(loader, "batch_sampler", None)) is BatchSampler:
+        with suppress(Exception):  # of the user's sampler
+            length = len(loader.sampler)
+    own_sampler = not isinstance(getattr(loader, "sampler", None), _SAMPLERS)
+    return EpochReading(samples, batch_size, length, own_sampler)

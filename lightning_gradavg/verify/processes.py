@@ -20,31 +20,22 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import connection
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_gradavg.verify.lines import is_library
 
-__all__ = ["ProcessCall", "folder_of_run", "in_processes", "reported_error"]
+__all__ = ["folder_of_run", "in_processes", "reported_error"]
 
 _LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "OMPI_", "PMI_", "PL_", "LT_")
 """How the environment variables begin by which Lightning would find another launcher."""
 
+_PRELOADED = ["lightning_gradavg.verify.run", "lightning_gradavg.cli.lightning"]
+"""What the processes need."""
+
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-
-
-class ProcessCall(NamedTuple):
-    """A call that is made in a process of its own."""
-
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-
-
-class _RankProcess(NamedTuple):
-    rank: int
-    process: Any  # of `multiprocessing`, whose contexts have classes of their own
 
 
 def _exit(number: int, _: object) -> None:
@@ -73,41 +64,42 @@ def folder_of_run() -> Iterator[str]:
         yield folder
 
 
-def in_processes(calls: Sequence[ProcessCall]) -> list[Any]:
+def in_processes(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     """Return what the calls return, each made in a process of its own, all at once: the ranks of a world.
 
     The error of the first that fails is raised, and the others end.
     """
     context: Any = multiprocessing.get_context("forkserver")
     # One import instead of one per process. What a process inherits is the same as with spawn.
-    context.set_forkserver_preload([__name__])
-    results: dict[int, Any] = {}
-    running: dict[Any, _RankProcess] = {}  # by the handle that becomes ready when the process ends
+    context.set_forkserver_preload(_PRELOADED)
+    results: list[Any] = [None] * len(calls)
+    running: dict[Any, Any] = {}  # processes, by the handle that becomes ready when one ends
     with folder_of_run() as folder, ExitStack() as ending:
         for rank, call in enumerate(calls):
             # As a process argument each tensor would be a shared piece of memory with a file descriptor of its own.
             torch.save(call, f"{folder}/{rank}.in")
-            process = context.Process(target=_make_call, args=(folder, rank, _environ(rank, len(calls))))
+            arguments = (folder, rank, _environ(rank, len(calls)))
+            process = context.Process(target=_make_call, args=arguments, name=f"rank {rank} of {len(calls)}")
             process.start()
             ending.callback(_end, process)
-            running[process.sentinel] = _RankProcess(rank, process)
+            running[process.sentinel] = process
         while running:
             for sentinel in connection.wait(list(running)):
-                ended = running.pop(sentinel)
-                results[ended.rank] = _result_of(ended, len(calls), folder)
-    return [results[rank] for rank in range(len(calls))]
+                process = running.pop(sentinel)
+                process.join()
+                rank = int(process.name.split()[1])
+                results[rank] = _result_of(process, f"{folder}/{rank}.out")
+    return results
 
 
-def _result_of(ended: _RankProcess, world_size: int, folder: str) -> Any:
+def _result_of(process: Any, file: str) -> Any:
     """Return what the call of a process that ended returned, or raise its error."""
-    ended.process.join()
-    exit_code = ended.process.exitcode
-    if exit_code:  # `_make_call` did not reach its end
+    if process.exitcode:  # `_make_call` did not reach its end
         raise RuntimeError(
-            f"rank {ended.rank} of {world_size} failed: exit code {exit_code}: see standard error, and call verify"
-            ' under `if __name__ == "__main__":` in a script'
+            f"{process.name} failed: exit code {process.exitcode}: see standard error, and call verify under"
+            ' `if __name__ == "__main__":` in a script. -9 is that of a process for which memory was too short'
         )
-    result = torch.load(f"{folder}/{ended.rank}.out", weights_only=False)
+    result = torch.load(file, weights_only=False)
     if isinstance(result, Exception):
         raise result
     return result
@@ -123,25 +115,24 @@ def _end(process: Any) -> None:
 
 def _environ(rank: int, world_size: int) -> dict[str, str]:
     """Return the environment of a rank, as a launcher sets it."""
-    environ = {}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     # Gloo otherwise resolves the host name, which fails or waits where there is no working resolver.
     for _, interface in socket.if_nameindex():
         if re.fullmatch(r"lo\d*", interface):
-            environ["GLOO_SOCKET_IFNAME"] = interface
-    environ.update({name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)})
-    environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        NODE_RANK="0",
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
+            environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    return {
+        **environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "NODE_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
         # Lightning asks for an address. The ranks meet in a file.
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="29500",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
         # All go on when all are connected. Otherwise they say of a rank that fails at once that it cannot be reached.
-        TORCH_DIST_INIT_BARRIER="1",
-    )
-    return environ
+        "TORCH_DIST_INIT_BARRIER": "1",
+    }
 
 
 def _make_call(folder: str, rank: int, environ: Mapping[str, str]) -> None:
@@ -155,8 +146,7 @@ def _make_call(folder: str, rank: int, environ: Mapping[str, str]) -> None:
     logging.disable(logging.ERROR)  # advice for a longer run; who failed first is the report's to say
     warnings.filterwarnings("ignore", module="lightning")
     try:
-        call: ProcessCall = torch.load(f"{folder}/{rank}.in", weights_only=False)
-        result = call.function(*call.arguments)
+        result = torch.load(f"{folder}/{rank}.in", weights_only=False)()
     except BaseException as error:  # noqa: BLE001  # whatever it is, the parent reports it
         result = reported_error(error, f"rank {rank} of {environ['WORLD_SIZE']}")
     torch.save(result, f"{folder}/{rank}.out")
@@ -164,11 +154,11 @@ def _make_call(folder: str, rank: int, environ: Mapping[str, str]) -> None:
 
 def reported_error(error: BaseException, who: str) -> Exception:
     """Return a question of usage as a `ValueError`, and a failure with the last line of the user's own code."""
+    failure = f"{who} failed: {type(error).__name__}: {error}"
     of_user = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library(frame.filename)]
     if of_user:
         last = of_user[-1]
-        where = f"\n  {last.filename}, line {last.lineno}, in {last.name}\n    {last.line}"
-        return RuntimeError(f"{who} failed: {type(error).__name__}: {error}{where}")
+        return RuntimeError(f"{failure}\n  {last.filename}, line {last.lineno}, in {last.name}\n    {last.line}")
     if isinstance(error, (ValueError, TypeError, OSError, MisconfigurationException)):
         return ValueError(str(error))
-    return RuntimeError(f"{who} failed: {type(error).__name__}: {error}")
+    return RuntimeError(failure)

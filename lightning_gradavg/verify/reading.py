@@ -22,10 +22,11 @@ class Readings(NamedTuple):
 def compare_readings(records: Sequence[Record], alone: EpochReading) -> Readings:
     """Compare the samples of the compared steps, and those of an epoch, with what one process reads."""
     steps = _steps_of_first_epoch(records)
+    found = Readings([], [])
     if _read_all_the_same(steps, len(records)):
         detail = f"all {len(records)} ranks read the same samples in the same order: the global batch is one rank's"
-        return Readings([Finding("duplicated stream", "samples", detail)], [])
-    found = Readings([], [])
+        found.findings.append(Finding("duplicated stream", "samples", detail))
+        return found
     _compare_epochs(records, alone, steps, found)
     _compare_order(steps, alone, found)
     return found
@@ -55,62 +56,37 @@ def _read_all_the_same(steps: Sequence[Sequence[RankBatch]], ranks: int) -> bool
     return True
 
 
-class _EpochCounts(NamedTuple):
-    """Numbers of samples in an epoch."""
-
-    alone: int  # that one process reads
-    missing: int  # that no rank reads, beside those that `drop_last` leaves out
-    repeated: int  # that the ranks read more often than one process
-
-
-def _count_epoch(readings: Sequence[EpochReading], alone: EpochReading) -> _EpochCounts | None:
-    """Count what the ranks leave out and repeat of an epoch; None if its indices are not known.
-
-    Indices are compared where all data sets are equally long. Otherwise each rank has a data set of its own, and only
-    the numbers of samples are known.
-    """
-    if alone.indices is None or alone.replaces:
-        return None
-    on_ranks = Counter[Hashable]()
-    for reading in readings:
-        if reading.indices is None:
-            return None
-        on_ranks.update(reading.indices)
-    in_epoch = Counter(alone.indices)
-    missing = (in_epoch - on_ranks).total()
-    repeated = (on_ranks - in_epoch).total()
-    if any(reading.dataset_size != alone.dataset_size for reading in readings):
-        missing = max(0, in_epoch.total() - on_ranks.total())
-        repeated = 0
-    if missing <= sum(reading.dropped for reading in (alone, *readings)):
-        missing = 0
-    return _EpochCounts(in_epoch.total(), missing, repeated)
-
-
 def _compare_epochs(
     records: Sequence[Record], alone: EpochReading, steps: Sequence[Sequence[RankBatch]], found: Readings
 ) -> None:
-    """Find samples that an epoch never reads, or reads more than once."""
-    readings = [record.reading for record in records]
-    epoch = _count_epoch(readings, alone)
-    if epoch is None or records[0].facts.splits_batches or (epoch.missing == 0 and epoch.repeated == 0):
+    """Find samples that an epoch never reads, or reads more than once, by the lengths of the samplers."""
+    lengths = [record.reading.length for record in records if record.reading.length is not None]
+    if records[0].facts.splits_batches or alone.length is None or len(lengths) < len(records):
         return
-    if any(reading.own_sampler for reading in (alone, *readings)):
+    extra = sum(lengths) - alone.length
+    # A sampler may leave out the samples that do not fill all ranks.
+    if -len(records) < extra <= 0:
+        return
+    if any(reading.own_sampler for reading in (alone, *(record.reading for record in records))):
         found.remarks.append(
-            f"by a sampler of your own, the ranks leave out {epoch.missing} samples of one process and add"
-            f" {epoch.repeated}"
+            f"by a sampler of your own, the ranks read {sum(lengths)} samples in an epoch, and one process"
+            f" {alone.length}"
         )
         return
-    if epoch.missing > 0:
-        detail = f"{epoch.missing} of the {epoch.alone} samples of an epoch are never read"
+    if extra < 0:
+        detail = f"{-extra} of the {alone.length} samples of an epoch are never read"
         found.findings.append(Finding("unread samples", "samples", detail))
         return
-    detail = f"{epoch.repeated} samples of an epoch are read twice, to fill the ranks"
     cause = "padding"
-    if epoch.repeated >= epoch.alone:
-        detail = "every rank reads all samples of an epoch"
+    detail = f"{extra} samples of an epoch are read twice, to fill the ranks"
+    if extra >= alone.length:
         cause = "duplicated stream"
-    indices = [index for taken in steps for rank_batch in taken for index in rank_batch.indices]
+        detail = "every rank reads all samples of an epoch"
+    indices: list[Hashable] = []
+    for taken in steps:
+        for rank_batch in taken:
+            for piece in rank_batch.pieces:
+                indices += piece.indices
     if len(set(indices)) < len(indices):
         found.findings.append(Finding(cause, "samples", detail))
     else:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import functools
-import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.precision import DoublePrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from lightning_gradavg._lightning.internals import (
@@ -33,27 +29,13 @@ from lightning_gradavg._lightning.internals import (
 from lightning_gradavg._support.random_state import random_state, restore_random_state
 from lightning_gradavg.verify.borders import counts_samples, facts_of, loader_of_user
 from lightning_gradavg.verify.draws import Draws, of_no_sample
-from lightning_gradavg.verify.lines import GRADIENT_OF, Writes, line_of_function
+from lightning_gradavg.verify.lines import function_in_words, is_of_user
 from lightning_gradavg.verify.loading import NO_COLLATE_FN, Loading, read_epoch, seed_process
-from lightning_gradavg.verify.records import (
-    Plateau,
-    RankBatch,
-    Record,
-    RecordedStep,
-    Refused,
-    ReplicaSamples,
-    StageTensors,
-)
-from lightning_gradavg.verify.rounding import Perturbation
-from lightning_gradavg.verify.shards import change_after_sharding, is_shard, layout_problem, shard_in_whole
-from lightning_gradavg.verify.sketches import sketch
+from lightning_gradavg.verify.records import RankBatch, Record, RecordedPiece, RecordedStep, Refused, StageTensors
+from lightning_gradavg.verify.shards import change_after_sharding, is_shard, require_shards_of_all, shard_in_whole
+from lightning_gradavg.verify.sketches import Tensors, sketch
 
 __all__ = ["Recorder", "loss_and_weight"]
-
-_ERRORS_OF_TYPES = re.compile(
-    r"(?i)dtype|scalar type|double|float64|float32|not implemented for|expected .* but (got|found)"
-)
-"""What errors of operators that do not compute in float64 say."""
 
 _UNCOMPARED_OPTIONS = ("params", "initial_lr", "foreach", "fused")
 """Entries of an optimizer's groups that do not change what it computes."""
@@ -86,7 +68,6 @@ class Recorder(Callback):
     on_train_start                  note the set-up and the initial weights
       _begin_batch                  for each batch, from the plugin's `convert_input`; first end the step before
         _training_step              note loss and weight; once for each piece of the batch
-        on_after_backward           from here on, no sample draws
         on_before_optimizer_step    note the reduced gradient } each time that an optimizer
         _after_optimizer_step       note the clipped gradient } takes a step
       on_train_batch_end            end with the batch
@@ -95,15 +76,12 @@ class Recorder(Callback):
 
     Args:
         most_steps: The number of steps after which the run ends.
-        double: Whether the run computes in float64.
+        plugin: The precision plugin that the Trainer is to have, of which a method is replaced.
         reads: Whether to read an epoch of the user's loader by its indices at the end.
-        plugin: The precision plugin of a run in a 16-bit precision; None for float64, or float32.
-        perturbation: Moves the initial weights and the inputs of such a run, if they are to be moved.
 
     Attributes:
         record: What is recorded.
-        batch_size: The samples of the running batch.
-        replicas: The replicas of the running batch, if it joins those of ranks.
+        running: The samples that are computed.
         mode: The mode in which a batch is computed.
         loading: What batches are made of.
         plugin: The precision plugin that the Trainer is to have.
@@ -112,50 +90,32 @@ class Recorder(Callback):
     trainer: Trainer
     module: LightningModule
 
-    def __init__(
-        self,
-        most_steps: int,
-        *,
-        double: bool = True,
-        reads: bool = True,
-        plugin: Precision | None = None,
-        perturbation: Perturbation | None = None,
-    ) -> None:
+    def __init__(self, most_steps: int, plugin: Any, *, reads: bool = True) -> None:
         self._most_steps = most_steps
         self._reads = reads
         self._loader: Any = None  # the user's
         self.loading = Loading()
-        self.mode = Draws(double=double)
-        self._writes = Writes()
-        self.record = Record(scopes=self.mode.scopes)
-        self._plateaus: list[Any] = []  # Lightning's `LRSchedulerConfig` of each
-        self._first_epochs: list[int] = []  # of the schedulers of `_plateaus`
+        self.mode = Draws(double=plugin.precision == "64-true")
+        self.record = Record()
         # Of the step that is not ended yet.
         self._window: list[RankBatch] = []
         self._stages: list[StageTensors] = []
         # Of the running batch.
-        self.batch_size = 0
-        self.replicas: Sequence[ReplicaSamples] = []
+        self.running = RecordedPiece()
         self._epoch = 0
         self._begun_pieces = 0
         self._batch_scope = ExitStack()
         # Lightning's loop calls `convert_input` of the precision plugin before any hook of a batch, so there the batch
         # is still the object that the loader made.
-        self.plugin: Any = Precision()
-        if plugin is not None:
-            self.plugin = plugin
-        elif double:
-            self.plugin = DoublePrecision()
-        self._perturbation = perturbation
-        self._loss_scale = 1.0
-        self._convert_input: Callable[[object], object] = self.plugin.convert_input
+        self.plugin = plugin
+        self._convert_input: Callable[[object], object] = plugin.convert_input
         self.plugin.convert_input = self._begin_batch
 
     @contextmanager
     def watching(self, module: LightningModule) -> Iterator[None]:
         """Record what is trained within. The module must be of this run alone."""
         user_step = module.training_step
-        self.record.training_step_at = line_of_function(user_step)
+        self.record.training_step_at = function_in_words(user_step)
 
         @functools.wraps(user_step)  # Lightning reads the names of its parameters
         def training_step(*args: object, **kwargs: object) -> object:
@@ -168,79 +128,62 @@ class Recorder(Callback):
             # Compiled functions draw and round where no dispatch mode sees it.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_comm_hooks_paused(self.mode))
-            stack.enter_context(self._writes)
             stack.enter_context(self._batch_scope)
             try:
                 yield
             except Refused as error:
                 self.record.problem = str(error)
-            except RuntimeError as error:
-                if self.plugin.precision == "32-true" or not _ERRORS_OF_TYPES.search(str(error)):
-                    raise
-                first_line = str(error).partition("\n")[0]
-                where = f"after {self.mode.last_operator}: {first_line}"
-                self.record.problem = f"the run does not compute in {self.plugin.precision} on this device ({where})"
-                if self.mode.double:
-                    self.record.problem = (
-                        f"the run does not compute in float64 ({where}): verify with --single, in float32"
-                    )
+            self._batch_scope.close()
             self._finish()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note how the run is set up, and what it starts from."""
-        self.trainer, self.module = trainer, pl_module
+        self.trainer = trainer
+        self.module = pl_module
         self._loader = loader_of_user(trainer)
         for config in trainer.lr_scheduler_configs:
             config.strict = False  # nothing is validated, and ReduceLROnPlateau may monitor a validation metric
-            if isinstance(config.scheduler, ReduceLROnPlateau):
-                self._plateaus.append(config)
-                self._first_epochs.append(config.scheduler.last_epoch)
+            if config.reduce_on_plateau:
+                self.record.remarks.append(
+                    f"ReduceLROnPlateau follows {config.monitor!r}, and verify does not validate: the ranks keep the"
+                    " same learning rate only if they log the same value, as with sync_dist=True"
+                )
         self.record.rank = trainer.global_rank
         self.record.facts = facts_of(trainer)
         unregistered = _unregistered_tensors(pl_module, trainer.optimizers)
         self.record.unregistered = list(unregistered)
         if self.mode.double:
-            # `DoublePrecision` calls `module.double()`, which does not reach these. As in `nn.Module._apply`, a tensor
-            # stays the object that the optimizer holds.
             for tensor in unregistered.values():
-                tensor.data = tensor.data.double()
-        if self.record.facts.sharded:
-            self._look_at_shards()
-        if self._perturbation is not None:
-            self._perturbation.move(weight for _, weight in self._weights())
+                tensor.data = tensor.data.double()  # as `DoublePrecision` does with parameters
+        self._look_at_shards()
         self._take_stage("initial weights", self._weights())
         self._note_hooks()
         for name, layer in pl_module.named_modules():
             if _has_statistics_of_one_rank(layer):
                 self.record.batch_norms.append(name)
         for optimizer in trainer.optimizers:
-            optimizer.register_step_pre_hook(self._before_optimizer_step)
             optimizer.register_step_post_hook(self._after_optimizer_step)
 
     def _look_at_shards(self) -> None:
         """Note how the ranks' gradients are averaged, or raise `Refused` if shards are not those of all ranks."""
+        if not self.record.facts.sharded:
+            return
         for name, weight in self._weights():
-            if not is_shard(weight):
-                continue
-            problem = layout_problem(name, weight)
-            if problem:
-                raise Refused(problem)
+            if is_shard(weight):
+                require_shards_of_all(name, weight)
         for submodule in sharded_modules(self.module):
-            for average in averages_of(submodule):
-                self.record.divisors.add(average.divisor)
+            self.record.divisors.update(average.divisor for average in averages_of(submodule))
 
     def _note_hooks(self) -> None:
         """Note where the user's code hooks into gradients."""
         for name, weight in self._weights():
             for hook in hooks_of_tensor(weight):
-                line = line_of_function(hook)
-                if line is not None:
-                    self.record.parameter_hooks[name] = line
+                if is_of_user(hook):
+                    self.record.parameter_hooks[name] = f"{function_in_words(hook)} of `{name}`"
         if isinstance(self.trainer.strategy, DDPStrategy):
             comm_hook = comm_hook_of(self.trainer.strategy)
             if comm_hook is not None:
-                self.record.comm_hook = getattr(comm_hook, "__qualname__", type(comm_hook).__name__)
-                self.record.comm_hook_at = line_of_function(comm_hook)
+                self.record.comm_hook = function_in_words(comm_hook)
 
     def _take_stage(self, stage: str, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
         sketches = {}
@@ -259,45 +202,28 @@ class Recorder(Callback):
     def _begin_batch(self, batch: object) -> object:
         """Begin with a batch, as the loader made it, and return it in the run's type."""
         converted = self._convert_input(batch)
-        if self._perturbation is not None:
-            converted = self._perturbation.moved_batch(converted)
         self._end_step()
         if len(self.record.steps) >= self._most_steps:
             raise Refused
-        rank_batch = self.loading.pop(batch)
-        self.batch_size = rank_batch.size
-        self.replicas = rank_batch.replicas
-        self._window.append(rank_batch)
+        self._window.append(self.loading.pop(batch))
         self._epoch = self.trainer.current_epoch
         self._begun_pieces = 0
-        self._writes.names = {}
-        for name, tensor in (*self._weights(), *self.module.named_buffers()):
-            self._writes.watch(name, tensor)
-        self._enter_batch_scope()
-        return converted
-
-    def _enter_batch_scope(self) -> None:
-        """Compute the batch in `mode`, from a random state that depends on the step alone, until the scope closes."""
+        # Compute it in `mode` until it ends, and draw from a random state of its own.
         self._batch_scope.close()
         self._batch_scope.callback(restore_random_state, random_state())
-        rank_batch = self._window[-1]
-        self.mode.is_of_samples = True
-        self.mode.parts = rank_batch.parts
-        self.mode.common_parts = rank_batch.common_parts
-        self._begin_draws_of_piece(0)
+        self._begin_piece(0)
         self._batch_scope.enter_context(self.mode)
+        return converted
 
-    def _begin_draws_of_piece(self, piece: int) -> None:
+    def _begin_piece(self, index: int) -> None:
         """Let a piece draw from a random state of its own, on each rank another one."""
-        draws = self._window[-1].draws
-        if piece == len(draws):
-            draws.append([])
-        self.mode.drawn = draws[piece]
-        self.mode.is_of_samples = True
+        self.running = self._window[-1].pieces[index]
+        self.mode.drawn = self.running.draws
+        self.mode.parts = self.running.parts
         # Python's and NumPy's generators are seen within `training_step` alone, so elsewhere all ranks draw the same.
         step = len(self.record.steps)
         seed_process(f"step {step}")
-        torch.default_generator.manual_seed(hash((step, self.record.rank, len(self._window), piece)))
+        torch.default_generator.manual_seed(hash((step, self.record.rank, len(self._window), index)))
 
     def _training_step(
         self, user_step: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
@@ -306,48 +232,24 @@ class Recorder(Callback):
         rank_batch = self._window[-1]
         # A stand-in is known here, and not yet when the batch arrives: strategies hear of it in `on_train_batch_start`.
         rank_batch.counts = counts_samples(self.trainer)
-        self._begin_piece()  # whatever state the strategy has the step begin from
+        # An optimizer may ask for all pieces again. Whatever state the strategy has the step begin from is replaced.
+        self._begin_piece(self._begun_pieces % len(rank_batch.pieces))
+        self._begun_pieces += 1
         _, *others_before = random_state()
         output = user_step(*args, **kwargs)
         _, *others_after = random_state()
         if others_before != others_after:
             self.mode.problem = self.mode.problem or of_no_sample("a generator of Python or NumPy")
-        loss, rank_batch.weight = loss_and_weight(output)
-        # The loss of a piece is not that of the batch. The first value is kept: L-BFGS asks for several in one step.
-        if not rank_batch.in_pieces and isinstance(loss, Tensor) and loss.numel() == 1 and math.isnan(rank_batch.loss):
-            rank_batch.loss = float(loss.detach())
+        rank_batch.weight = loss_and_weight(output).weight
         return output
-
-    def _begin_piece(self) -> None:
-        """Let the samples of a piece draw. A strategy may run a batch in pieces, one call after the other, in order."""
-        # An optimizer may ask for all pieces again.
-        piece = self._begun_pieces % len(self._window[-1].sizes_of_pieces)
-        self._begin_draws_of_piece(piece)
-        self._begun_pieces += 1
-
-    def on_after_backward(self, *_: object) -> None:
-        """Watch the gradients, which hooks of the module may change."""
-        for name, parameter in self._weights():
-            if parameter.grad is not None:
-                self._writes.watch(f"{GRADIENT_OF}{name}", parameter.grad)
-        if self.record.facts.automatic:
-            self.mode.is_of_samples = False
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Note the reduced gradients, every time the optimizer asks for the loss."""
         self._take_stage("reduced gradient", self._gradients(optimizer))
-        if self._scaler is not None:
-            self._loss_scale = self._scaler.get_scale()  # it changes when the optimizer has stepped
-
-    @property
-    def _scaler(self) -> torch.amp.GradScaler | None:
-        return getattr(self.plugin, "scaler", None)
 
     def _gradients(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor | None]]:
         """Yield the gradients of an optimizer's tensors by their names."""
-        ids: set[int] = set()
-        for group in optimizer.param_groups:
-            ids.update(id(parameter) for parameter in group["params"])
+        ids = {id(tensor) for tensor in _tensors_of(optimizer)}
         for name, parameter in self._weights():
             if id(parameter) in ids:
                 yield name, parameter.grad
@@ -361,17 +263,10 @@ class Recorder(Callback):
         yield from self.module.named_parameters()
         yield from _unregistered_tensors(self.module, self.trainer.optimizers).items()
 
-    def _before_optimizer_step(self, *_: object) -> None:
-        """In manual optimization, what an optimizer draws belongs to no sample. PyTorch calls it before each `step`."""
-        if not self.record.facts.automatic:
-            self.mode.is_of_samples = False
-
     def _after_optimizer_step(self, optimizer: Optimizer, *_: object) -> None:
         """Note what the optimizer stepped on. PyTorch calls it after each `step`."""
         self._take_stage("clipped gradient", self._gradients(optimizer))
         self._take_stage("optimizer options", _options(optimizer))
-        if not self.record.facts.automatic:
-            self.mode.is_of_samples = True
 
     def on_train_batch_end(self, *_: object) -> None:
         """End with a batch."""
@@ -383,31 +278,17 @@ class Recorder(Callback):
         It is called when the next batch arrives, because by then all hooks of the step have run.
         """
         stages = {stage.stage for stage in self._stages}
-        has_stepped = "optimizer options" in stages
-        # A loss scaler looks at the gradient first. Without a scaler, an optimizer has looked that takes no step.
-        is_skipped = not has_stepped and self._scaler is not None and "reduced gradient" in stages
-        if not has_stepped and not is_skipped:
-            return
+        has_scaler = getattr(self.plugin, "scaler", None) is not None
+        if "reduced gradient" in stages and "optimizer options" not in stages and has_scaler:
+            raise Refused("a loss scaler skipped a step, as a gradient overflows: verify with a smaller init_scale")
+        if "optimizer options" not in stages:
+            return  # within a window
         self._take_stage("weights", self._weights())
         self._take_stage("buffers", self._compared_buffers())
-        self.record.steps.append(
-            RecordedStep(
-                self._epoch,
-                self._window,
-                self._stages,
-                self._logged_values(),
-                self._loss_scale,
-                is_skipped,
-                self._writes.places,
-                self.mode.common_drawn,
-                self.mode.drawn_in_hooks,
-            )
-        )
+        step = RecordedStep(self._epoch, self._window, self._stages, self._logged_values())
+        self.record.steps.append(step)
         self._window = []
         self._stages = []
-        self._writes.places = {}
-        self.mode.common_drawn = []
-        self.mode.drawn_in_hooks = []
 
     def _compared_buffers(self) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in self.module.named_buffers():
@@ -415,14 +296,10 @@ class Recorder(Callback):
             if not name.endswith("num_batches_tracked"):
                 yield name, buffer
 
-    def _logged_values(self) -> dict[str, float]:
+    def _logged_values(self) -> Tensors:
         if len(self._window) > 1:
             return {}  # a value is that of one micro-batch, which one process does not have
-        values = {}
-        for name, value in self.trainer.callback_metrics.items():
-            if value.numel() == 1:
-                values[name] = float(value)
-        return values
+        return {name: sketch(value) for name, value in self.trainer.callback_metrics.items() if value.numel() == 1}
 
     def on_train_end(self, *_: object) -> None:
         """End with the last step."""
@@ -430,30 +307,19 @@ class Recorder(Callback):
 
     def _finish(self) -> None:
         """Note what there is to say of the whole run."""
-        self._batch_scope.close()
-        self.record.problem = self._first_problem()
         self.record.draws_problem = self.mode.problem
-        for config, first_epoch in zip(self._plateaus, self._first_epochs, strict=True):
-            scheduler = config.scheduler
-            has_stepped = scheduler.last_epoch != first_epoch
-            self.record.plateaus.append(Plateau(type(scheduler).__name__, config.monitor or "", has_stepped))
+        windows = [*(step.batches for step in self.record.steps), self._window]
+        problems = [self.record.problem]
+        for rank_batch in (rank_batch for window in windows for rank_batch in window if rank_batch.counts):
+            problems += [piece.unknown_because for piece in rank_batch.pieces]
+        if self._reads and not isinstance(self._loader, DataLoader):
+            problems.append(NO_COLLATE_FN)
+        if not self.record.facts.automatic and any(len(window) > 1 for window in windows):
+            problems.append("in manual optimization a window of several batches is the user's own sum of them")
+        for problem in reversed(problems):
+            self.record.problem = problem or self.record.problem
         if self._reads and not self.record.problem:
             self.record.reading = read_epoch(self._loader)
-
-    def _first_problem(self) -> str:
-        """Return why the run cannot be compared; "" if it can."""
-        if self.record.problem:
-            return self.record.problem
-        windows = [step.batches for step in self.record.steps]
-        for window in [*windows, self._window]:
-            for rank_batch in window:
-                if rank_batch.counts and rank_batch.unknown_because:
-                    return rank_batch.unknown_because
-        if self._reads and not isinstance(self._loader, DataLoader):
-            return NO_COLLATE_FN
-        if not self.record.facts.automatic and any(len(window) > 1 for window in windows):
-            return "in manual optimization a window of several batches is the user's own sum of them"
-        return ""
 
 
 def _prepare_shards(module: nn.Module) -> None:
@@ -493,18 +359,23 @@ def _has_statistics_of_one_rank(layer: nn.Module) -> bool:
     return layer.training or not layer.track_running_stats
 
 
+def _tensors_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return what an optimizer holds."""
+    tensors: list[Tensor] = []
+    for group in optimizer.param_groups:
+        tensors += group["params"]
+    return tensors
+
+
 def _unregistered_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
     """Return the tensors that optimizers hold and the module does not register."""
     registered = {id(parameter) for parameter in module.parameters()}
-    unregistered: dict[int, Tensor] = {}
+    named: dict[str, Tensor] = {}
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for tensor in group["params"]:
-                if id(tensor) not in registered:
-                    unregistered[id(tensor)] = tensor
-    named = {}
-    for position, tensor in enumerate(unregistered.values()):
-        named[f"tensor {position} of the optimizers that the module does not register"] = tensor
+        for tensor in _tensors_of(optimizer):
+            if id(tensor) not in registered:
+                registered.add(id(tensor))
+                named[f"tensor {len(named)} of the optimizers that the module does not register"] = tensor
     return named
 
 
@@ -512,15 +383,14 @@ def _options(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     """Yield the options of an optimizer's groups: numbers as such, and words, which are in the name, as 1."""
     yield f"type={type(optimizer).__name__}", torch.ones(1)
     for index, group in enumerate(optimizer.param_groups):
-        of_group = "" if index == 0 else f" of group {index}"
+        of_group = ""
+        if index > 0:
+            of_group = f" of group {index}"
         for name, value in group.items():
             if name in _UNCOMPARED_OPTIONS:
                 continue
             if value is None or isinstance(value, str):
                 yield f"{name}={value}{of_group}", torch.ones(1)
                 continue
-            try:
-                number = torch.as_tensor(value, dtype=torch.float64)
-            except (TypeError, ValueError, RuntimeError):
-                continue  # what is no number
-            yield f"{name}{of_group}", number
+            with suppress(TypeError, ValueError, RuntimeError):  # what is no number
+                yield f"{name}{of_group}", torch.as_tensor(value, dtype=torch.float64)

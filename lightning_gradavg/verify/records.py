@@ -10,18 +10,16 @@ from typing import NamedTuple, TypeAlias
 from torch import Tensor
 
 from lightning_gradavg.rules import RULES, Rule
-from lightning_gradavg.verify.lines import CodeLine
 from lightning_gradavg.verify.sketches import Tensors
 
 __all__ = [
     "DrawnNumbers",
     "EpochReading",
-    "Plateau",
     "RankBatch",
     "Record",
+    "RecordedPiece",
     "RecordedStep",
     "Refused",
-    "ReplicaSamples",
     "RunFacts",
     "SampleId",
     "StageTensors",
@@ -36,66 +34,59 @@ class Refused(Exception):  # noqa: N818  # no error of the run
     """Ends a run, with the reason why it cannot be compared; without one if everything that was asked for is there."""
 
 
-class ReplicaSamples(NamedTuple):
-    """Consecutive samples of a batch whose batch norm takes their statistics alone."""
-
-    samples: int
-    is_first: bool  # whether its buffers are those of the module afterwards
-
-
 class DrawnNumbers(NamedTuple):
     """Random numbers that an operator drew."""
 
     operator: str
     numbers: Tensor
-    line: CodeLine | None  # where they were drawn
 
 
 @dataclass
-class RankBatch:
-    """A micro-batch that a rank took, or the batch that one process made of several.
+class RecordedPiece:
+    """Samples that are computed at once: those of a rank, a part of them such as a replica, or those of all ranks.
 
     Attributes:
         packed_samples: The samples, pickled, as `collate_fn` was given them.
         sample_ids: Which samples these are.
         indices: Their indices in the data set; empty for a stream.
         size: The number of samples.
+        draws: The random numbers that they drew.
         unknown_because: Why the samples are not known; "" if they are.
-        parts: What each part drew, if the batch joins those of several ranks.
-        common_parts: What each rank drew in the step behind its backward, if the batch joins those of several ranks.
-        piece_sizes: The number of samples of each piece, if the rank computes it in several, such as replicas.
-        replicas: The samples that batch norm normalizes by themselves, if the batch joins those of several ranks.
-        counts: Whether its samples count: not if the strategy only kept the rank busy.
-        loss: The value of the loss; of the first, if an optimizer asks for several.
-        weight: The weight that `training_step` returned with it.
-        draws: The random numbers that each piece drew.
+        parts: If it joins pieces of ranks, what each of them drew.
     """
 
     packed_samples: Sequence[bytes] = ()
     sample_ids: Sequence[SampleId] = ()
     indices: Sequence[Hashable] = ()
     size: int = 1
+    draws: list[DrawnNumbers] = field(default_factory=list)
     unknown_because: str = ""
     parts: Sequence[Sequence[DrawnNumbers]] = ()
-    common_parts: Sequence[Sequence[DrawnNumbers]] = ()
-    piece_sizes: list[int] = field(default_factory=list)
-    replicas: Sequence[ReplicaSamples] = ()
+
+
+@dataclass
+class RankBatch:
+    """A micro-batch that a rank took.
+
+    Attributes:
+        pieces: What the rank computed at once, one after the other.
+        counts: Whether its samples count: not if the strategy only kept the rank busy.
+        weight: The weight that `training_step` returned with it.
+    """
+
+    pieces: Sequence[RecordedPiece]
     counts: bool = True
-    loss: float = math.nan
     weight: float | None = None
-    draws: list[list[DrawnNumbers]] = field(default_factory=list)
 
     @property
-    def sizes_of_pieces(self) -> Sequence[int]:
-        """The numbers of samples that the rank computed at once, one after the other."""
-        if self.piece_sizes:
-            return self.piece_sizes
-        return [self.size]
+    def size(self) -> int:
+        """The number of samples."""
+        return sum(piece.size for piece in self.pieces)
 
     @property
-    def in_pieces(self) -> bool:
-        """Whether the rank computes it in several pieces."""
-        return bool(self.piece_sizes)
+    def sample_ids(self) -> list[SampleId]:
+        """Which samples these are."""
+        return [sample for piece in self.pieces for sample in piece.sample_ids]
 
 
 class StageTensors(NamedTuple):
@@ -114,23 +105,13 @@ class RecordedStep:
         epoch: The epoch.
         batches: The micro-batches of the window.
         stages: The tensors at each stage.
-        logged: The values that were logged.
-        loss_scale: By which a loss scaler multiplied the loss; 1 without one.
-        is_skipped: Whether the scaler skipped the optimizer's step, as a gradient overflowed.
-        writes: Where weights, buffers and gradients were last written in place, by their names.
-        common_draws: Random numbers that were drawn behind the backward, or by an optimizer.
-        drawn_in_hooks: Digests of those that communication hooks drew.
+        logged: The values that were logged, as tensors of one element.
     """
 
     epoch: int
     batches: list[RankBatch]
     stages: list[StageTensors]
-    logged: dict[str, float]
-    loss_scale: float = 1.0
-    is_skipped: bool = False
-    writes: dict[str, CodeLine] = field(default_factory=dict)
-    common_draws: list[DrawnNumbers] = field(default_factory=list)
-    drawn_in_hooks: list[bytes] = field(default_factory=list)
+    logged: Tensors
 
 
 @dataclass(frozen=True)
@@ -139,7 +120,6 @@ class RunFacts:
 
     Attributes:
         strategy: The name of the strategy's class.
-        is_gradavg: Whether it is a strategy of this package.
         rule: Its reduction rule; of stock DDP the mean.
         splits_batches: Whether each rank takes its chunk of the loader's batches.
         replicated: Whether batch statistics may be those of all ranks, as a training step runs once per replica.
@@ -152,7 +132,6 @@ class RunFacts:
     """
 
     strategy: str = ""
-    is_gradavg: bool = False
     rule: Rule = RULES["mean"]
     splits_batches: bool = False
     replicated: bool = False
@@ -163,34 +142,20 @@ class RunFacts:
     epoch_batches: float = math.inf
 
 
-class Plateau(NamedTuple):
-    """A scheduler that follows a value, such as `ReduceLROnPlateau`."""
-
-    name: str  # of its class
-    monitor: str  # the value; "" if the module steps the scheduler itself
-    has_stepped: bool
-
-
 @dataclass(frozen=True)
 class EpochReading:
     """What one pass over the user's loader reads in this process.
 
     Attributes:
         samples: The first samples, by what they are, as many as one process reads in the compared steps.
-        batch_size: The number of samples in the first batch; 0 if it is not known.
-        indices: All samples of the pass by their indices; None for a stream, or if there are too many.
-        dataset_size: The length of the data set; None if it has none.
-        dropped: How many samples `drop_last` leaves out at most.
-        replaces: Whether a sampler draws with replacement.
+        batch_size: The number of samples in a batch; 0 if it is not known.
+        length: The number of samples that the sampler reads; None if it is not known.
         own_sampler: Whether a sampler is none of torch's, and may leave out or repeat samples on purpose.
     """
 
     samples: Sequence[SampleId] = ()
     batch_size: int = 0
-    indices: Sequence[Hashable] | None = None
-    dataset_size: int | None = None
-    dropped: int = 0
-    replaces: bool = False
+    length: int | None = None
     own_sampler: bool = False
 
 
@@ -202,16 +167,14 @@ class Record:
         rank: The rank of the process.
         facts: How its run was set up.
         steps: The optimizer steps.
-        scopes: Names of the profiler scopes that were entered.
-        plateaus: Schedulers that follow a value.
         reading: What one pass over the loader reads.
         batch_norms: Names of layers whose statistics are those of one rank.
         unregistered: Names of tensors that an optimizer holds and the module does not register.
         divisors: The numbers by which `fully_shard` divides sums of the ranks' gradients.
-        training_step_at: The line on which `training_step` begins.
-        parameter_hooks: The user's lines on which hooks of parameters begin, by the parameters' names.
-        comm_hook: The name of the user's communication hook; "" if there is none.
-        comm_hook_at: The line on which it begins; None if it is a library's.
+        training_step_at: The name and the line of `training_step`.
+        parameter_hooks: The names and lines of the hooks of parameters, by the parameters' names.
+        comm_hook: The name and the line of the user's communication hook; "" if there is none.
+        remarks: What the compared steps do not show.
         draws_problem: Why random numbers cannot be compared; "" if they can.
         problem: Why the run cannot be compared; "" if it can.
     """
@@ -219,16 +182,14 @@ class Record:
     rank: int = 0
     facts: RunFacts = field(default_factory=RunFacts)
     steps: list[RecordedStep] = field(default_factory=list)
-    scopes: set[str] = field(default_factory=set)
-    plateaus: list[Plateau] = field(default_factory=list)
     reading: EpochReading = field(default_factory=EpochReading)
     batch_norms: list[str] = field(default_factory=list)
     unregistered: list[str] = field(default_factory=list)
     divisors: set[float] = field(default_factory=set)
-    training_step_at: CodeLine | None = None
-    parameter_hooks: dict[str, CodeLine] = field(default_factory=dict)
+    training_step_at: str = ""
+    parameter_hooks: dict[str, str] = field(default_factory=dict)
     comm_hook: str = ""
-    comm_hook_at: CodeLine | None = None
+    remarks: list[str] = field(default_factory=list)
     draws_problem: str = ""
     problem: str = ""
 
@@ -240,16 +201,9 @@ def join_shards(records: Sequence[Record]) -> None:
     """
     for steps in zip(*(record.steps for record in records), strict=True):
         for position in range(len(steps[0].stages)):
-            wholes = _sums_of_shards([step.stages[position] for step in steps])
+            sums: Tensors = {}
             for step in steps:
-                stage = step.stages[position]
-                step.stages[position] = StageTensors(stage.stage, {**stage.tensors, **wholes})
-
-
-def _sums_of_shards(stages: Sequence[StageTensors]) -> Tensors:
-    """Return the sums of the ranks' sketches of their shards."""
-    sums: Tensors = {}
-    for stage in stages:
-        for name in stage.shards:
-            sums[name] = stage.tensors[name] + sums.get(name, 0.0)
-    return sums
+                for name in step.stages[position].shards:
+                    sums[name] = step.stages[position].tensors[name] + sums.get(name, 0.0)
+            for step in steps:
+                step.stages[position].tensors.update(sums)

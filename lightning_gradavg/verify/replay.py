@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_gradavg.verify.loading import read_epoch
 from lightning_gradavg.verify.recorder import Recorder, loss_and_weight
-from lightning_gradavg.verify.records import DrawnNumbers, RankBatch, RecordedStep, Refused, ReplicaSamples, RunFacts
+from lightning_gradavg.verify.records import RankBatch, RecordedPiece, RunFacts
 
 __all__ = [
     "Group",
@@ -27,8 +28,6 @@ __all__ = [
     "Replay",
     "ReplayLoader",
     "TakenBatch",
-    "batch_norm_of_constants",
-    "batch_norm_of_replicas",
     "world_of_one",
 ]
 
@@ -59,7 +58,7 @@ class OneProcess(SingleDeviceStrategy):
     @property
     def global_batch_size(self) -> int:
         """The samples of the batch."""
-        return self._recorder.batch_size
+        return self._recorder.running.size
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +68,7 @@ class OneProcess(SingleDeviceStrategy):
         if loss is None or self._facts.rule.name != "normalized_sum":
             return output
         if weight is None:
-            weight = self._recorder.batch_size
+            weight = self._recorder.running.size
         if isinstance(output, Mapping):
             return {**output, "loss": loss / weight}
         return loss / weight
@@ -108,152 +107,61 @@ def world_of_one() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@contextmanager
-def batch_norm_of_replicas(recorder: Recorder) -> Iterator[None]:
-    """Have batch norm normalize the samples of each replica by themselves, as `nn.DataParallel` does.
-
-    Everything else is computed of the whole batch, also its loss. So what a replica's loss counts for is not taken from
-    the run.
-    """
-    stock_batch_norm = nn.functional.batch_norm
-
-    def batch_norm(
-        input: Tensor,  # noqa: A002  # torch's names
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        if not training:
-            return stock_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        rows_per_sample, rest = divmod(len(input), recorder.batch_size)
-        if rest > 0:
-            raise Refused(
-                f"batch norm gets {len(input)} rows of {recorder.batch_size} samples, so one process does not"
-                " know which rows are those of a replica"
-            )
-        sizes = [rows_per_sample * replica.samples for replica in recorder.replicas]
-        outputs = []
-        for replica, rows in zip(recorder.replicas, input.split(sizes), strict=True):
-            mean_of_replica = None
-            variance_of_replica = None
-            if replica.is_first:
-                mean_of_replica = running_mean
-                variance_of_replica = running_var
-            output = stock_batch_norm(rows, mean_of_replica, variance_of_replica, weight, bias, training, momentum, eps)
-            outputs.append(output)
-        return torch.cat(outputs)
-
-    with mock.patch.object(nn.functional, "batch_norm", batch_norm):
-        yield
-
-
-@contextmanager
-def batch_norm_of_constants() -> Iterator[None]:
-    """Have batch norm take a mean of 0 and a variance of 1, so that it compares no samples."""
-    stock_batch_norm = nn.functional.batch_norm
-
-    def batch_norm(
-        input: Tensor,  # noqa: A002  # torch's names
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        *options: object,
-        **named_options: object,
-    ) -> Tensor:
-        channels = input.shape[1]
-        return stock_batch_norm(input, input.new_zeros(channels), input.new_ones(channels), weight, bias)
-
-    with mock.patch.object(nn.functional, "batch_norm", batch_norm):
-        yield
-
-
+@dataclass
 class Replay:
     """Makes the batches of one process, in place of those of the user's loader.
 
-    Args:
+    Attributes:
         steps: The groups that one process takes in each step, one after the other.
-        run: The steps of each rank, which may be more than `steps`.
+        epochs: The epoch of each step.
         recorder: What records the run of one process.
         epoch_length: The number of batches in an epoch; infinity if the run's loader has no length.
         reads: Whether to note what one process would read, where it makes its first iterator.
-
-    Attributes:
-        trainer: The Trainer of one process. It is set before training, because it needs the loaders first.
+        epoch: Returns the epoch of the Trainer of one process, which is made later, because it needs the loaders first.
     """
 
-    trainer: Trainer
-
-    def __init__(
-        self,
-        steps: Sequence[Sequence[Group]],
-        run: Sequence[Sequence[RecordedStep]],
-        recorder: Recorder,
-        epoch_length: float,
-        *,
-        reads: bool,
-    ) -> None:
-        self._steps, self._recorder = steps, recorder
-        self._epochs = [step.epoch for step in run[0]]
-        self._common_draws = []
-        for steps_of_ranks in zip(*run, strict=False):
-            self._common_draws.append([step.common_draws for step in steps_of_ranks])
-        self.epoch_length = epoch_length
-        self._reads = reads
+    steps: Sequence[Sequence[Group]]
+    epochs: Sequence[int]
+    recorder: Recorder
+    epoch_length: float
+    reads: bool
+    epoch: Callable[[], int] = int
 
     def batches(self, loader: DataLoader[Any]) -> Iterator[object]:
         """Yield the batches of the Trainer's epoch, which `loader` collates."""
-        epoch = self.trainer.current_epoch
-        if self._reads:
+        epoch = self.epoch()
+        groups: list[Group] = []
+        for step, epoch_of_step in zip(self.steps, self.epochs, strict=True):
+            if epoch_of_step == epoch:
+                groups += step
+        if self.reads:
             # Here the process is in the state in which one process would make its own iterator, so the order is its.
-            self._reads = False
-            first_batches = self._recorder.loading.first_samples(loader, self._samples_of_first_epoch())
-            self._recorder.record.reading = read_epoch(loader, first_batches)
-        for step, (groups, epoch_of_step) in enumerate(zip(self._steps, self._epochs, strict=False)):
-            if epoch_of_step != epoch:
-                continue
-            for group in groups:
-                yield self._batch(loader, group, step)
+            self.reads = False
+            samples = sum(taken.rank_batch.size for group in groups for taken in group)
+            first_batches = self.recorder.loading.first_samples(loader, samples)
+            self.recorder.record.reading = read_epoch(loader, first_batches)
+        for group in groups:
+            yield self._batch(loader, group)
         # The recorder ended the run within an epoch, when a further batch arrived. It ends this run in the same way.
-        last_step = len(self._steps) - 1
-        if epoch >= self._epochs[last_step]:
-            while True:
-                yield self._batch(loader, self._steps[last_step][-1], last_step)
+        while epoch >= self.epochs[-1]:
+            yield self._batch(loader, self.steps[-1][-1])
 
-    def _samples_of_first_epoch(self) -> int:
-        number = 0
-        for groups, epoch in zip(self._steps, self._epochs, strict=False):
-            if epoch == self._epochs[0]:
-                number += sum(taken.rank_batch.size for group in groups for taken in group)
-        return number
-
-    def _batch(self, loader: DataLoader[Any], group: Group, step: int) -> object:
+    def _batch(self, loader: DataLoader[Any], group: Group) -> object:
         samples: list[object] = []
-        parts: list[Sequence[DrawnNumbers]] = []
-        replicas = []
-        for _, rank, rank_batch in group:
-            samples += [pickle.loads(packed) for packed in rank_batch.packed_samples]
-            parts += rank_batch.draws
-            for number, size in enumerate(rank_batch.sizes_of_pieces):
-                replicas.append(ReplicaSamples(size, is_first=rank == 0 and number == 0))
+        parts = []
+        for taken in group:
+            for piece in taken.rank_batch.pieces:
+                samples += [pickle.loads(packed) for packed in piece.packed_samples]
+                parts.append(piece.draws)
         batch = loader.collate_fn(samples)
-        size = sum(replica.samples for replica in replicas)
-        noted = RankBatch(size=size, parts=parts, common_parts=self._common_draws[step], replicas=replicas)
-        self._recorder.loading.note(batch, noted)
+        joined = RecordedPiece(size=len(samples), parts=parts)
+        self.recorder.loading.note(batch, joined)
         return batch
 
     def replace_train_dataloader(self, owner: LightningModule | LightningDataModule) -> None:
         """Have a module or data module return a stand-in for its own loader."""
         own_method = owner.train_dataloader
-
-        def train_dataloader() -> ReplayLoader:
-            return ReplayLoader(own_method(), self)
-
-        vars(owner)["train_dataloader"] = train_dataloader
+        vars(owner)["train_dataloader"] = lambda: ReplayLoader(own_method(), self)
 
 
 class ReplayLoader:
@@ -271,6 +179,6 @@ class ReplayLoader:
         return self._replay.batches(self._loader)
 
     def __len__(self) -> int:
-        if not math.isfinite(self._replay.epoch_length):
+        if math.isinf(self._replay.epoch_length):
             raise TypeError("the loader has no length")
         return math.ceil(self._replay.epoch_length)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -24,30 +24,22 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-from lightning_gradavg.verify.causes import CAUSES
+from lightning_gradavg._lightning.internals import set_data_parallel_size, view_gradients
 from lightning_gradavg.verify.judge import judge
-from lightning_gradavg.verify.precision import judge_precision
-from lightning_gradavg.verify.processes import ProcessCall, folder_of_run, in_processes
+from lightning_gradavg.verify.precisions import PRECISIONS, is_measured, plugin_of, require_precision
+from lightning_gradavg.verify.processes import folder_of_run, in_processes
 from lightning_gradavg.verify.recorder import Recorder
 from lightning_gradavg.verify.records import Record
 from lightning_gradavg.verify.report import Report
-from lightning_gradavg.verify.rounding import plugin_of, require_precision
 from lightning_gradavg.verify.target import (
     Target,
     is_importing,
     quiet_options,
     resolve_strategy,
-    shard_over,
     without_types,
 )
 
-__all__ = ["Settings", "record_run", "require_memory", "verify_target"]
-
-_NUMBERS_PER_PARAMETER = 5
-"""Weight, gradient, its copy in DDP's bucket, and two numbers of an optimizer such as Adam."""
-
-_WHOLE_NUMBERS_PER_PARAMETER = 2
-"""Of a sharded model on each process: the weight before it is sharded, or while it computes with its gradient."""
+__all__ = ["Settings", "record_run", "verify_target"]
 
 
 @dataclass(frozen=True)
@@ -56,10 +48,8 @@ class Settings:
 
     devices: int = 2
     steps: int = 3
-    accelerator: str = "cpu"
-    single: bool = False
-    tolerance: float | None = None  # None for what the precision needs
-    precision: str | None = None  # in which to compare, too, once float64 shows no difference
+    tolerance: float | None = None  # None for that of the precision
+    precision: str = "64-true"
 
     def __post_init__(self) -> None:
         if is_importing():
@@ -70,60 +60,7 @@ class Settings:
             raise ValueError(f"steps must be 1 or more, got {self.steps}")
         if self.tolerance is not None and not 0 < self.tolerance < math.inf:
             raise ValueError(f"tolerance is a relative difference > 0, got {self.tolerance}")
-        if self.precision is not None:
-            require_precision(self.precision)
-            if self.single:
-                raise ValueError(
-                    f"precision={self.precision!r} comes after a comparison in float64, and single=True has none:"
-                    " choose one of them"
-                )
-        if self.accelerator != "cpu":
-            found = _device_count(self.accelerator)
-            if found < self.devices:
-                raise ValueError(
-                    f"{self.devices} ranks need as many devices of type {self.accelerator!r}, and torch finds {found};"
-                    " use accelerator 'cpu', or another type such as 'cuda'"
-                )
-
-    @property
-    def double(self) -> bool:
-        """Whether both runs compute in float64."""
-        return not self.single
-
-    @property
-    def used_tolerance(self) -> float:
-        """The largest relative difference that counts as equal."""
-        if self.tolerance is not None:
-            return self.tolerance
-        if self.single:
-            return 1e-4
-        return 1e-8
-
-
-def _device_count(accelerator: str) -> int:
-    """Return how many devices of a type torch finds."""
-    module: Any = getattr(torch, accelerator, None)  # such as `torch.cuda`
-    if not hasattr(module, "device_count"):
-        return 0
-    return int(module.device_count())
-
-
-def require_memory(module: LightningModule, processes: int, *, double: bool, sharded: bool = False) -> None:
-    """Check that there is as much memory as the processes need, activations aside."""
-    bytes_per_number, how = 4, "float32"
-    if double:
-        bytes_per_number, how = 8, "float64; --single computes in float32, in half of that"
-    parameters = sum(parameter.numel() for parameter in module.parameters())
-    numbers = _NUMBERS_PER_PARAMETER * processes
-    if sharded:
-        numbers = _NUMBERS_PER_PARAMETER + _WHOLE_NUMBERS_PER_PARAMETER * processes
-    needed = parameters * bytes_per_number * numbers
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > available:
-        raise ValueError(
-            f"{processes} processes need {needed / 1e9:.3g} GB of memory for {parameters / 1e6:.4g} million parameters"
-            f" in {how}; this machine has {available / 1e9:.3g} GB. Verify a smaller model of the same kind"
-        )
+        require_precision(self.precision)
 
 
 def record_run(
@@ -145,63 +82,42 @@ def record_run(
     return recorder.record
 
 
-def verify_target(target: Target, settings: Settings, ignore: Sequence[str] = ()) -> Report:
+def verify_target(target: Target, settings: Settings) -> Report:
     """Run a target on several processes and on one, and return how the two differ."""
-    unknown = sorted(set(ignore) - set(CAUSES))
-    if unknown:
-        raise ValueError(f"{unknown[0]!r} is not a cause; choose from {', '.join(CAUSES)}")
-    quiet_options(target.options, settings.accelerator)  # a wrong one is refused before any process starts
-    build = partial(target.build, settings.accelerator)
-    in_float64 = _records_of_ranks(target, settings, None)
-    arguments = (in_float64, build, settings.used_tolerance, settings.double, settings.accelerator)
-    (result,) = in_processes([ProcessCall(judge, arguments)])
-    report: Report = result
-    report = report.without(ignore)
-    if settings.precision is None or not report.equal:
-        return report
-    records = _records_of_ranks(target, settings, settings.precision)
-    tolerance = settings.tolerance or 0.0
-    of_precision = (records, build, settings.precision, settings.accelerator, report, tolerance)
-    (result,) = in_processes([ProcessCall(judge_precision, of_precision)])
-    report = result
-    return report.without(ignore)
-
-
-def _records_of_ranks(target: Target, settings: Settings, precision: str | None) -> list[Record]:
-    """Return what the ranks record in a 16-bit precision, or else in float64 or float32."""
+    quiet_options(target.options)  # a wrong one is refused before any process starts
     with folder_of_run() as folder:
-        calls = [ProcessCall(_rank, (target, rank, settings, folder, precision)) for rank in range(settings.devices)]
-        return in_processes(calls)
+        calls = [partial(_rank, target, rank, settings, folder) for rank in range(settings.devices)]
+        records = in_processes(calls)
+    tolerance = settings.tolerance or PRECISIONS[settings.precision]
+    (result,) = in_processes([partial(judge, records, target.build, tolerance, settings.precision)])
+    report: Report = result
+    return report
 
 
-def _rank(target: Target, rank: int, settings: Settings, folder: str, precision: str | None) -> Record:
+def _rank(target: Target, rank: int, settings: Settings, folder: str) -> Record:
     """Return what one rank records. It runs in a process of its own."""
     cores = os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // settings.devices))
     dist.init_process_group(
-        # Without a backend the group would serve the machine's accelerator alone, and a run on its CPU not.
-        dist.Backend.default_device_backend_map[settings.accelerator],
+        "gloo",
         store=dist.FileStore(f"{folder}/store", settings.devices),
         rank=rank,
         world_size=settings.devices,
         timeout=timedelta(seconds=300),
     )
     try:
-        module, data, options = target.build(settings.accelerator)
+        module, data, options = target.build()
         strategy = resolve_strategy(options.get("strategy") or "ddp")
+        if isinstance(strategy, DDPStrategy):
+            view_gradients(strategy)
         if isinstance(strategy, ModelParallelStrategy):
-            if settings.precision is not None:
+            if is_measured(settings.precision):
                 raise ValueError(
                     f"precision={settings.precision!r} is for models that are not sharded, got"
                     f" {type(strategy).__name__}: leave it out to compare in float64"
                 )
-            shard_over(strategy, settings.devices, settings.accelerator)
-        is_sharded = isinstance(strategy, ModelParallelStrategy)
-        require_memory(module, settings.devices, double=settings.double, sharded=is_sharded)
-        recorder = Recorder(settings.steps, double=settings.double)
-        if precision is not None:
-            plugin = plugin_of(options["plugins"], precision, settings.accelerator)
-            recorder = Recorder(settings.steps, double=False, reads=False, plugin=plugin)
+            set_data_parallel_size(strategy, settings.devices)  # the user's run may have more processes
+        recorder = Recorder(settings.steps, plugin_of(options["plugins"], settings.precision))
         return record_run(recorder, strategy, {**options, "devices": settings.devices}, module, data)
     finally:
         dist.destroy_process_group()

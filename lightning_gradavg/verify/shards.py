@@ -19,24 +19,26 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_gradavg._lightning.internals import class_of_sharded_modules, set_device_mesh, sharded_modules
+from lightning_gradavg.verify.records import Refused
 
-__all__ = ["change_after_sharding", "is_shard", "layout_problem", "on_mesh_of_one", "shard_in_whole"]
+__all__ = ["change_after_sharding", "is_shard", "on_mesh_of_one", "require_shards_of_all", "shard_in_whole"]
 
 
 def is_shard(tensor: Tensor) -> bool:
     """Return whether a tensor is a DTensor, of which this rank has a part."""
-    return hasattr(tensor, "device_mesh")  # torch 2.4 has the class `DTensor` elsewhere
+    return hasattr(tensor, "device_mesh")  # the module of `DTensor` is slow to import
 
 
-def layout_problem(name: str, tensor: Any) -> str:
-    """Return why a DTensor cannot be compared; "" if every rank has a shard of its own."""
-    placements, mesh = tensor.placements, tensor.device_mesh
-    if mesh.ndim == 1 and mesh.size() == dist.get_world_size() and placements[0].is_shard():
-        return ""
-    return (
-        f"the weight {name!r} has the placements {tuple(placements)} on a mesh of shape {tuple(mesh.shape)}, and one"
-        " process has no such mesh: verify the run with fully_shard over all ranks, without HSDP and tensor parallelism"
-    )
+def require_shards_of_all(name: str, tensor: Any) -> None:
+    """Raise `Refused` unless every rank has a shard of a DTensor."""
+    placements = tensor.placements
+    mesh = tensor.device_mesh
+    if mesh.ndim != 1 or mesh.size() != dist.get_world_size() or not placements[0].is_shard():
+        raise Refused(
+            f"the weight {name!r} has the placements {tuple(placements)} on a mesh of shape {tuple(mesh.shape)}, and"
+            " one process has no such mesh: verify the run with fully_shard over all ranks, without HSDP and tensor"
+            " parallelism"
+        )
 
 
 def shard_in_whole(tensor: Any) -> Tensor:
@@ -45,7 +47,7 @@ def shard_in_whole(tensor: Any) -> Tensor:
     Sketches are linear, so those of all ranks add up to that of the whole (`record.join_shards`). To gather the whole
     here would be a collective, in which a rank waits for others that take fewer steps.
     """
-    (placement,) = tensor.placements  # others are refused (`layout_problem`)
+    (placement,) = tensor.placements  # others are refused (`require_shards_of_all`)
     shard: Tensor = tensor.detach().to_local()
     whole = shard.new_zeros(tensor.shape)
     # The ranks have what `torch.chunk` gives them: the last ones may have fewer rows, or none.
@@ -82,13 +84,13 @@ def _ignore(*_: object, **__: object) -> None:
 
 
 @contextmanager
-def on_mesh_of_one(module: LightningModule, device_type: str) -> Iterator[None]:
+def on_mesh_of_one(module: LightningModule) -> Iterator[None]:
     """Have a module shard itself over the one rank of the running process group, on the mesh that Lightning would make.
 
     One process has no sum over ranks. What the user says about it is ignored: otherwise a run whose gradients are
     divided by a wrong number, or are never summed, would equal one process that does the same.
     """
-    mesh = init_device_mesh(device_type, (1, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     set_device_mesh(module, mesh)
     sharded = class_of_sharded_modules()
     ignored: dict[str, Any] = {}

@@ -6,23 +6,23 @@ if any element does. A tensor of up to 4096 elements is its own sketch.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "NEGLIGIBLE",
     "SKETCHED_ELEMENTS",
     "Difference",
     "Tensors",
     "compare_tensors",
-    "filled",
     "flat",
     "gap_between",
+    "gaps_of",
     "multiple_of",
     "size_of",
     "sketch",
@@ -32,6 +32,9 @@ Tensors: TypeAlias = dict[str, Tensor]
 """Sketches by the name of their parameter, buffer, option or value."""
 
 _SKETCHED_NUMBERS = 4096
+
+NEGLIGIBLE = 1e-5
+"""What is so small beside the tolerance, in relation to the largest element of all tensors, is rounding."""
 
 SKETCHED_ELEMENTS = _SKETCHED_NUMBERS // 2
 """The first numbers of a sketch, which are elements; those behind them are sums."""
@@ -48,32 +51,20 @@ def sketch(tensor: Tensor) -> Tensor:
     if elements.numel() <= _SKETCHED_NUMBERS:
         return elements.to(device="cpu", dtype=torch.float64, copy=True)
     half = SKETCHED_ELEMENTS
-    pattern = _sketch_pattern(elements.numel(), half)
-    signs = pattern.signs.to(elements.device)
+    positions = torch.linspace(0, elements.numel() - 1, half, dtype=torch.float64, device=elements.device).long()
     # The elements are rows of `half` numbers. Every row is added to the sums with a sign of its own. One part after the
     # other is converted to float64, so there is never a float64 copy of the whole tensor.
     sums = elements.new_zeros(half, dtype=torch.float64)
-    for part, signs_of_rows in zip(elements.split(half * half), signs.split(half), strict=True):
-        padding = -len(part) % half
-        rows = nn.functional.pad(part.double(), (0, padding)).view(-1, half)
-        sums += signs_of_rows @ rows
-    kept = elements[pattern.positions.to(elements.device)].double()
-    return torch.cat([kept, sums / math.sqrt(len(signs))]).cpu()
+    for part_index, part in enumerate(elements.split(half * half)):
+        rows = nn.functional.pad(part.double(), (0, -len(part) % half)).view(-1, half)
+        signs = _signs(part_index * half, len(rows)).to(rows.device)
+        sums += signs @ rows
+    return torch.cat([elements[positions].double(), sums * math.sqrt(half / elements.numel())]).cpu()
 
 
-class _SketchPattern(NamedTuple):
-    positions: Tensor  # of the elements that are kept
-    signs: Tensor  # 1 or -1 for each row of elements
-
-
-@functools.lru_cache(maxsize=64)
-def _sketch_pattern(size: int, half: int) -> _SketchPattern:
-    """Return the pattern for tensors of this size, the same in all processes."""
-    generator = torch.Generator().manual_seed(size)
-    positions = torch.randint(size, (half,), generator=generator).sort().values
-    rows = math.ceil(size / half)
-    signs = torch.randint(2, (rows,), generator=generator).double() * 2 - 1
-    return _SketchPattern(positions, signs)
+def _signs(first: int, number: int) -> Tensor:
+    """Return 1 or -1 for each of these rows, as if by chance. Nothing is drawn: a draw would be that of the run."""
+    return (torch.arange(first, first + number) * 40503 % 65537 % 2 * 2 - 1).double()
 
 
 @dataclass(frozen=True)
@@ -95,13 +86,14 @@ class Difference:
     factor: float | None = None
 
 
+def gaps_of(found: Tensor, expected: Tensor) -> Tensor:
+    """Return the absolute differences of the elements: 0 where both are NaN, infinity where one is not finite."""
+    same = torch.isclose(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
+    return torch.where(same, 0.0, (found - expected).abs().nan_to_num(math.inf, math.inf))
+
+
 def compare_tensors(
-    found: Mapping[str, Tensor],
-    expected: Mapping[str, Tensor],
-    tolerance: float,
-    noise: Mapping[str, Tensor] | None = None,
-    *,
-    together: bool = True,
+    found: Tensors, expected: Tensors, tolerance: float, rounding: Mapping[str, float] | None = None
 ) -> list[Difference]:
     """Return the differences of sketches beyond the tolerance, the largest first. A missing tensor is zero.
 
@@ -109,40 +101,33 @@ def compare_tensors(
         found: The sketches of the run.
         expected: The sketches of one process.
         tolerance: The largest difference that counts as equal, relative to the largest element of the same tensor.
-        noise: What some tensors were computed from, whose rounding they carry; by default the largest of `expected`.
-        together: Whether the factor of the first difference must be that of all tensors, or is its own.
+        rounding: By how much rounding may change an element of each tensor; else next to nothing beside the largest.
     """
-    differences = []
     like = {**found, **expected}
-    found, expected = filled(found, like), filled(expected, like)
-    # What is zero but for rounding, of what both were computed from, would differ by 100 %.
-    largest = max((size_of(tensor) for tensor in expected.values()), default=0.0)
+    found, expected = _filled(found, like), _filled(expected, like)
+    if rounding is None:
+        # What is zero but for rounding, of what both were computed from, would differ by 100 %.
+        largest = max((size_of(tensor) for tensor in expected.values()), default=0.0)
+        rounding = dict.fromkeys(like, NEGLIGIBLE * tolerance * largest)
+    differences = []
     for name in like:
-        found_tensor, expected_tensor = found[name], expected[name]
-        same = torch.isclose(found_tensor, expected_tensor, rtol=0.0, atol=0.0, equal_nan=True)
-        gaps = torch.where(same, 0.0, (found_tensor - expected_tensor).abs().nan_to_num(math.inf, math.inf))
+        gaps = gaps_of(found[name], expected[name])
         index = int(gaps.argmax())
         gap = float(gaps[index])
-        scale = size_of(expected_tensor)
-        magnitude = largest
-        if noise and name in noise:
-            magnitude = size_of(noise[name])
-        rounding = 1e-5 * tolerance * magnitude
-        if gap > rounding + tolerance * scale:
-            relative = math.inf
-            if scale > 0:
-                relative = gap / scale
-            differences.append(Difference(name, relative, float(found_tensor[index]), float(expected_tensor[index])))
+        scale = size_of(expected[name])
+        if gap > rounding.get(name, 0.0) + tolerance * scale:
+            relative = gap / max(scale, 1e-300)
+            differences.append(Difference(name, relative, float(found[name][index]), float(expected[name][index])))
     if not differences:
         return []
     differences.sort(key=lambda difference: -difference.relative)
-    first = differences[0]
-    if not together:
-        like = {first.name: like[first.name]}
-    near = 1e4 * tolerance
-    factor = multiple_of(flat(found, like), flat(expected, like), near)
+    differing = {difference.name: like[difference.name] for difference in differences}
+    all_expected = flat(expected, differing)
+    largest_rounding = max(rounding.get(name, 0.0) for name in differing)
+    near = 1e4 * tolerance + largest_rounding / max(size_of(all_expected), 1e-300)
+    factor = multiple_of(flat(found, differing), all_expected, near)
     if factor is not None and factor != 0 and abs(factor - 1) > near:
-        differences[0] = replace(first, factor=factor)
+        differences[0] = replace(differences[0], factor=factor)
     return differences
 
 
@@ -154,7 +139,7 @@ def size_of(tensor: Tensor) -> float:
     return size
 
 
-def filled(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensors:
+def _filled(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensors:
     """Return sketches of the names and sizes of `like`: zeros for a missing one, and NaN for one of another size."""
     sketches = {}
     for name, model in like.items():
@@ -171,18 +156,15 @@ def filled(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensors
 def flat(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:
     """Return sketches as one vector in the order of `like`; what is missing is zero."""
     empty = torch.zeros(0, dtype=torch.float64)  # `torch.cat` refuses to join nothing
-    return torch.cat([empty, *filled(tensors, like).values()])
+    return torch.cat([empty, *_filled(tensors, like).values()])
 
 
 def gap_between(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of two vectors over the largest element expected."""
+    """Return the largest difference of two vectors over the largest element expected; NaN if that is not finite."""
     gap = float((found - expected).abs().max())
-    largest = float(expected.abs().max())
-    if largest:  # NaN, too, which makes the result NaN
-        return gap / largest
-    if gap:
-        return math.inf
-    return 0.0
+    if gap == 0:
+        return gap
+    return gap / max(float(expected.abs().max()), 1e-300)
 
 
 def multiple_of(found: Tensor, expected: Tensor, near: float) -> float | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -22,14 +22,14 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Str
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_gradavg._lightning.internals import (
-    set_data_parallel_size,
     start_no_processes,
     tensor_parallel_size,
 )
 from lightning_gradavg._support.arguments import nearest
-from lightning_gradavg.verify.twin import Built
 
 __all__ = [
+    "Build",
+    "Built",
     "Target",
     "UserRun",
     "as_list",
@@ -37,7 +37,6 @@ __all__ = [
     "is_importing",
     "quiet_options",
     "resolve_strategy",
-    "shard_over",
     "user_run_of",
     "without_types",
 ]
@@ -121,10 +120,7 @@ def resolve_strategy(strategy: object) -> DDPStrategy | ModelParallelStrategy:
     if isinstance(strategy, str) and ":" in strategy:
         made_by = imported(strategy)
         if not callable(made_by):
-            raise ValueError(
-                f"strategy={strategy!r} is {made_by!r}; name the class, or a function that makes one, as every process"
-                " needs its own"
-            )
+            raise ValueError(f"strategy={strategy!r} is {made_by!r}; name the class, or a function that makes one")
         strategy = made_by()
     if isinstance(strategy, str):
         name = strategy.lower()
@@ -137,33 +133,22 @@ def resolve_strategy(strategy: object) -> DDPStrategy | ModelParallelStrategy:
         start_no_processes(strategy)
         return strategy
     if isinstance(strategy, ModelParallelStrategy):
-        _require_no_tensor_parallelism(strategy)
-        return strategy
+        size = tensor_parallel_size(strategy)
+        if size == 1:
+            return strategy
+        # Several ranks compute a loss together.
+        raise ValueError(
+            f"verify compares ranks that have a batch each, and no tensor parallelism; {type(strategy).__name__} has"
+            f' tensor_parallel_size={size!r} ("auto" is all processes of a node). Set tensor_parallel_size=1, in the'
+            " config, or in a function that makes the strategy: --strategy train.py:make_strategy"
+        )
     raise ValueError(
         "verify compares gradients as DDPStrategy and ModelParallelStrategy (FSDP2) reduce them, and those of this"
         f" package; got {type(strategy).__name__}"
     )
 
 
-def shard_over(strategy: ModelParallelStrategy, processes: int, accelerator: str) -> None:
-    """Have a strategy shard over the processes of verify, where the user's run may have more of them."""
-    if accelerator != "cpu":
-        raise ValueError(f"verify compares sharded models on the CPU, got accelerator {accelerator!r}: leave it out")
-    set_data_parallel_size(strategy, processes)
-
-
-def _require_no_tensor_parallelism(strategy: ModelParallelStrategy) -> None:
-    """Raise a ValueError if several ranks compute a loss together."""
-    size = tensor_parallel_size(strategy)
-    if size != 1:
-        raise ValueError(
-            f"verify compares ranks that have a batch each, and no tensor parallelism; {type(strategy).__name__} has"
-            f' tensor_parallel_size={size!r} ("auto" is all processes of a node). Set tensor_parallel_size=1, in the'
-            " config, or in a function that makes the strategy: --strategy train.py:make_strategy"
-        )
-
-
-def quiet_options(options: Mapping[str, Any], accelerator: str) -> dict[str, Any]:
+def quiet_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a Trainer that trains like the user's, but does not log, save or validate."""
     known = [name for name in inspect.signature(Trainer.__init__).parameters if name != "self"]
     for name in sorted(options.keys() - set(known)):
@@ -172,7 +157,7 @@ def quiet_options(options: Mapping[str, Any], accelerator: str) -> dict[str, Any
         **options,
         **_QUIET,
         "logger": DummyLogger(),  # modules may write to `self.logger.experiment`
-        "accelerator": accelerator,
+        "accelerator": "cpu",
         "plugins": without_types(as_list(options.get("plugins")), _REPLACED_PLUGINS),
         "callbacks": without_types(as_list(options.get("callbacks")), _REMOVED_CALLBACKS),
     }
@@ -190,6 +175,17 @@ def as_list(value: object) -> list[object]:
     if not value:
         return []
     return [value]
+
+
+class Built(NamedTuple):
+    """What a run of the Trainer is made of, new for each run."""
+
+    module: LightningModule
+    data: Mapping[str, Any]  # the argument of `Trainer.fit` that has the data; empty if the module has them
+    options: Mapping[str, Any]  # of the Trainer
+
+
+Build: TypeAlias = Callable[[], Built]
 
 
 class UserRun(NamedTuple):
@@ -223,7 +219,7 @@ class Target:
     options: Mapping[str, Any] = field(default_factory=dict)  # of the Trainer, which override those that are read
     seed: int = 0
 
-    def build(self, accelerator: str = "cpu") -> Built:
+    def build(self) -> Built:
         """Seed, and return what a quiet run of the Trainer is made of."""
         seed_everything(self.seed, workers=True, verbose=False)
         with mock.patch.object(Trainer, "fit", _refuse):
@@ -245,4 +241,4 @@ class Target:
             data_arguments["datamodule"] = data
         elif data is not None:
             data_arguments["train_dataloaders"] = data
-        return Built(module, data_arguments, quiet_options({**options, **self.options}, accelerator))
+        return Built(module, data_arguments, quiet_options({**options, **self.options}))

@@ -8,17 +8,19 @@ makes of some of the samples is found by training anew up to a step that has onl
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple, TypeAlias
+from operator import attrgetter
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_gradavg.verify.precisions import plugin_of
 from lightning_gradavg.verify.recorder import Recorder
 from lightning_gradavg.verify.records import Record, Refused
 from lightning_gradavg.verify.replay import (
@@ -27,33 +29,13 @@ from lightning_gradavg.verify.replay import (
     Replay,
     ReplayLoader,
     TakenBatch,
-    batch_norm_of_constants,
-    batch_norm_of_replicas,
     world_of_one,
 )
-from lightning_gradavg.verify.rounding import Perturbation, plugin_of
 from lightning_gradavg.verify.shards import on_mesh_of_one
 from lightning_gradavg.verify.sketches import Tensors
+from lightning_gradavg.verify.target import Build, without_types
 
-__all__ = ["Build", "Built", "StepResult", "Twin"]
-
-
-class Built(NamedTuple):
-    """What a run of the Trainer is made of, new for each run."""
-
-    module: LightningModule
-    data: Mapping[str, Any]  # the argument of `Trainer.fit` that has the data; empty if the module has them
-    options: Mapping[str, Any]  # of the Trainer
-
-
-Build: TypeAlias = Callable[[], Built]
-
-
-class StepResult(NamedTuple):
-    """What one process computes of a group."""
-
-    gradient: Tensors
-    loss: float
+__all__ = ["Twin"]
 
 
 _OPTIONS_OF_ONE_DEVICE: Mapping[str, Any] = {
@@ -74,16 +56,12 @@ class Twin:
     Attributes:
         records: What the ranks recorded, in their order.
         build: Builds what is trained.
-        double: Whether to compute in float64.
-        device: The type of the device.
-        precision: The 16-bit precision to compute in, if any.
+        precision: What to compute in.
     """
 
     records: Sequence[Record]
     build: Build
-    double: bool
-    device: str = "cpu"
-    precision: str | None = None
+    precision: str = "64-true"
 
     def group_of_step(self, step: int) -> Group:
         """Return what all ranks took in a step, in the order of the window, and there of the ranks."""
@@ -92,90 +70,54 @@ class Twin:
             for window_index, rank_batch in enumerate(record.steps[step].batches):
                 if rank_batch.counts:
                     group.append(TakenBatch(window_index, rank, rank_batch))
-        return sorted(group, key=_place_in_step)
-
-    def are_replicas_known(self) -> bool:
-        """Return whether the ranks computed the replicas that `torch.chunk` makes of each loader batch, if any."""
-        replicas = self.records[0].facts.replicas
-        if replicas is None:
-            return True
-        for step in range(len(self.records[0].steps)):
-            for _, batch in groupby(self.group_of_step(step), key=_window_index):
-                sizes: list[int] = []
-                for _, _, rank_batch in batch:
-                    sizes += rank_batch.sizes_of_pieces
-                chunks = torch.arange(sum(sizes)).chunk(replicas)
-                if sizes != [len(chunk) for chunk in chunks]:
-                    return False
-        return True
+        return sorted(group, key=attrgetter("window_index", "rank"))
 
     def train(self) -> Record:
         """Train on one batch in each step, which holds the micro-batches of all ranks, and note what it would read."""
         return self._train(self._whole_steps(), reads=True)
 
-    def train_in_precision(self, perturbation: Perturbation | None) -> Record:
-        """Train as `train` does, from weights and inputs that are moved if there is a perturbation; read nothing."""
-        return self._train(self._whole_steps(), perturbation=perturbation)
-
     def train_in_windows(self) -> Record:
         """Train on windows, as the ranks do, of which each micro-batch holds those of all ranks."""
         steps = []
         for step in range(len(self.records[0].steps)):
-            by_window_index = groupby(self.group_of_step(step), key=_window_index)
+            by_window_index = groupby(self.group_of_step(step), key=attrgetter("window_index"))
             steps.append([list(group) for _, group in by_window_index])
         return self._train(steps)
 
-    def train_step(self, group: Group, step: int, *, normalizes: bool = True) -> StepResult:
-        """Return what a step on these micro-batches alone computes, after the steps before it.
-
-        Unless it `normalizes`, batch norm takes constants for the statistics of a batch.
-        """
-        steps = [*self._whole_steps()[:step], [group]]
-        gc.collect()  # the module of the run before, which its Trainer and it hold in a circle
-        record = self._train(steps, normalizes=normalizes)
+    def gradient_of(self, group: Group, step: int) -> Tensors:
+        """Return the gradient of a step on these micro-batches alone, after the steps before it."""
+        record = self._train([*self._whole_steps()[:step], [group]])
         if record.problem:
             raise Refused(record.problem)
         for stage in record.steps[step].stages:
             if stage.stage == "reduced gradient":
-                return StepResult(stage.tensors, record.steps[step].batches[-1].loss)
+                return stage.tensors
         raise AssertionError("a step that was recorded has a reduced gradient")
 
     def _whole_steps(self) -> list[list[Group]]:
         return [[self.group_of_step(step)] for step in range(len(self.records[0].steps))]
 
-    def _train(
-        self,
-        steps: Sequence[Sequence[Group]],
-        *,
-        reads: bool = False,
-        perturbation: Perturbation | None = None,
-        normalizes: bool = True,
-    ) -> Record:
+    def _train(self, steps: Sequence[Sequence[Group]], *, reads: bool = False) -> Record:
         """Train on groups, which are the micro-batches of each step."""
+        gc.collect()  # the module of the run before, which its Trainer and it hold in a circle
         facts = self.records[0].facts
         window = max(len(groups) for groups in steps)
         module, data, options = self.build()
-        plugin = None
-        if self.precision is not None:
-            plugin = plugin_of(options["plugins"], self.precision, self.device)
-        recorder = Recorder(len(steps), double=self.double, reads=False, plugin=plugin, perturbation=perturbation)
-        run = [record.steps for record in self.records]
-        replay = Replay(steps, run, recorder, facts.epoch_batches / facts.accumulation * window, reads=reads)
+        plugin = plugin_of(options["plugins"], self.precision)
+        recorder = Recorder(len(steps), plugin, reads=False)
+        epochs = [step.epoch for step in self.records[0].steps][: len(steps)]
+        replay = Replay(steps, epochs, recorder, facts.epoch_batches / facts.accumulation * window, reads)
         if "train_dataloaders" in data:
             data = {**data, "train_dataloaders": ReplayLoader(data["train_dataloaders"], replay)}
         for owner in (module, data.get("datamodule")):
             if isinstance(owner, (LightningModule, LightningDataModule)) and is_overridden("train_dataloader", owner):
                 replay.replace_train_dataloader(owner)
         trainer = self._trainer(options, recorder, window)
-        replay.trainer = trainer
+        replay.epoch = lambda: trainer.current_epoch
         with ExitStack() as stack:
             stack.enter_context(world_of_one())
             if facts.sharded:
-                stack.enter_context(on_mesh_of_one(module, self.device))
-            if not normalizes:
-                stack.enter_context(batch_norm_of_constants())
-            elif facts.replicas is not None:
-                stack.enter_context(batch_norm_of_replicas(recorder))
+                stack.enter_context(on_mesh_of_one(module))
             stack.enter_context(recorder.watching(module))
             trainer.fit(module, **data)
         record = recorder.record
@@ -185,23 +127,13 @@ class Twin:
 
     def _trainer(self, options: Mapping[str, Any], recorder: Recorder, window: int) -> Trainer:
         """Return a Trainer as the run has, but for one device, with windows of `window` batches."""
-        callbacks = []
-        for callback in options["callbacks"]:
-            if not isinstance(callback, GradientAccumulationScheduler):  # `window` is the length that counts
-                callbacks.append(callback)
+        # `window` is the length that counts.
+        callbacks = without_types(options["callbacks"], (GradientAccumulationScheduler,))
         changed = {
             **_OPTIONS_OF_ONE_DEVICE,
-            "strategy": OneProcess(torch.device(self.device), recorder, self.records[0].facts),
+            "strategy": OneProcess(torch.device("cpu"), recorder, self.records[0].facts),
             "callbacks": [*callbacks, recorder],
             "plugins": [recorder.plugin],
             "accumulate_grad_batches": window,
         }
         return Trainer(**{**options, **changed})
-
-
-def _place_in_step(taken: TakenBatch) -> tuple[int, int]:
-    return taken.window_index, taken.rank
-
-
-def _window_index(taken: TakenBatch) -> int:
-    return taken.window_index

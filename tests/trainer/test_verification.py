@@ -23,7 +23,7 @@ from toys import Toy
 
 from lightning_gradavg import verify
 from lightning_gradavg.cli import main
-from lightning_gradavg.verify.processes import ProcessCall, in_processes
+from lightning_gradavg.verify.processes import in_processes
 
 HERE, ROWS = Path(__file__), list(torch.arange(1.0, 25.0) / 24)
 
@@ -77,10 +77,20 @@ def verified(*arguments: object, capsys: pytest.CaptureFixture[str], code: int) 
 
 def test_the_command_verifies_a_module_by_name(capsys):
     """A rate follows the variables of a launcher, and Lightning's sampler deals the data."""
-    options = ("--init", "loss=sum", "--strategy", "gradavg_sum", "--trainer", "max_epochs=1", "--single", "--json")
+    options = (
+        "--init",
+        "loss=sum",
+        "--strategy",
+        "gradavg_sum",
+        "--trainer",
+        "max_epochs=1",
+        "--precision",
+        "32-true",
+        "--json",
+    )
     said = json.loads(verified(f"{HERE}:Scaled", "--data", f"{HERE}:Data", *options, capsys=capsys, code=1))
     assert ("different", False, 2, 1) == tuple(said[name] for name in ("verdict", "equal", "world_size", "steps"))
-    assert ("float32", 1e-4) == (said["precision"], said["tolerance"])
+    assert ("32-true", 1e-4) == (said["precision"], said["tolerance"])
     assert ["learning-rate scale", "data order"] == [finding["cause"] for finding in said["findings"]]
     assert ["note", "equal", "differs"] == [
         said["stages"][n] for n in ("samples", "clipped gradient", "optimizer options")
@@ -149,8 +159,8 @@ def test_the_first_process_that_fails_is_named():
     """Tensors travel by file: as arguments of a process each would take a file descriptor, of which there are few."""
     tensors = [torch.full((2,), float(index)) for index in range(600)]
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 failed: ZeroDivisionError"):
-        in_processes([ProcessCall(len, (tensors,)), ProcessCall(divmod, (1, 0))])
+        in_processes([partial(len, tensors), partial(divmod, 1, 0)])
     with pytest.raises(
         RuntimeError, match=r"rank 0 of 1 failed: exit code -9: see standard error, and call verify under"
     ):
-        in_processes([ProcessCall(signal.raise_signal, (signal.SIGKILL,))])
+        in_processes([partial(signal.raise_signal, signal.SIGKILL)])
