@@ -1,14 +1,15 @@
 """What an epoch takes under each option, beside Lightning's DDPStrategy: `python -m benchmarks.epoch`.
 
-An epoch is what a user waits for: loading, transfer, training steps, validation and a checkpoint. A sample takes a while
-to load, and a while to compute, in which the processor is free, as when a disk and a GPU are at work: so some ranks on
-few cores do not wait for each other. `collate_fn` is the user's own. The batch of a rank is the same on any number of
-ranks. Stock Lightning has a `DistributedSampler`, as has `weighted_mean`; under all other options the ranks share each
-batch of the loader. A dataset counts the samples that it loads, in workers, too.
+An epoch is what a user waits for: loading, transfer, training steps, validation and a checkpoint. A sample takes a
+while to load, and a while to compute, in which the processor is free, as when a disk and a GPU are at work: so some
+ranks on few cores do not wait for each other. `collate_fn` is the user's own. The batch of a rank is the same on any
+number of ranks, and validation has one batch for each rank. Stock Lightning has a `DistributedSampler`, as has
+`weighted_mean`; under all other options the ranks share each batch of the training loader, and deal the batches of
+validation. A dataset counts the samples that it loads, in workers, too.
 
 In the first batch of a run the ranks compare one sample, which each loads twice more, and under a preset rank 0 loads
-that batch as a whole. So the first epoch stands apart, and of the later ones the fastest counts: other programs only add
-to a time. `--draw FILE` measures nothing: it draws the picture of docs/performance.md from a file.
+that batch as a whole. So the first epoch stands apart, and of the later ones the fastest counts: other programs only
+add to a time. `--draw FILE` measures nothing: it draws the picture of docs/performance.md from a file.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from benchmarks.report import RESULTS, STOCK, Row, Spread, load, print_table, sa
 from benchmarks.world import World, in_rounds, joined, progress, quiet_trainer, run, slowest
 from lightning_gradavg import GradAvgStrategy
 
-__all__ = ["PARTS", "STRATEGIES", "main", "measure_epochs", "print_epochs"]
+__all__ = ["PARTS", "STRATEGIES", "main", "measure_epochs", "parse", "print_epochs"]
 
 REPLICAS = 4
 EPOCHS = 3
 BATCH = 8
 """Samples of a rank's batch."""
 BATCHES = 8
-"""Of a training epoch. Validation has one, as large as a global batch."""
+"""Of a training epoch of a rank."""
 WIDTH = 1024
 """Of the hidden layers, with a million parameters: 4 MB of gradients, and of checkpoint."""
 
@@ -244,10 +245,15 @@ def _train(name: str, arguments: argparse.Namespace, workers: int, world: World)
     seconds = arguments.milliseconds / 1000
     data = [_SlowSamples(size, seconds) for size in (global_batch * arguments.batches, global_batch)]
     loaders: list[DataLoader[Any]] = []
-    for part, shuffle in zip(data, (True, False), strict=True):
-        of_loader: dict[str, Any] = {"batch_size": global_batch, "shuffle": shuffle}
+    for part, is_training in zip(data, (True, False), strict=True):
+        # A batch that the ranks share in training is that of all ranks. Those of validation are dealt as they are.
+        of_loader: dict[str, Any] = {"batch_size": arguments.batch}
+        if is_training and name not in _OWN_BATCHES:
+            of_loader["batch_size"] = global_batch
         if name in _OWN_BATCHES:
-            of_loader = {"batch_size": arguments.batch, "sampler": DistributedSampler(part, shuffle=shuffle)}
+            of_loader["sampler"] = DistributedSampler(part, shuffle=is_training)
+        else:
+            of_loader["shuffle"] = is_training
         pinned = world.device.type == "cuda"
         loaders.append(DataLoader(part, num_workers=workers, collate_fn=_collate, pin_memory=pinned, **of_loader))
     torch.manual_seed(0)
@@ -260,13 +266,13 @@ def _train(name: str, arguments: argparse.Namespace, workers: int, world: World)
     return clock.epochs
 
 
-def measure_epochs(arguments: argparse.Namespace, workers: int, world: World) -> list[Row]:
+def measure_epochs(arguments: argparse.Namespace, workers: int, names: Sequence[str], world: World) -> list[Row]:
     """Measure all rounds with a number of workers; return a row for each strategy. A collective operation."""
     numbers: dict[str, dict[str, list[Any]]] = {}
-    for name in STRATEGIES:
+    for name in names:
         numbers[name] = {"seconds": [], "first": [], "processor": [], "parts": [], "loaded": []}
     # The first epoch of each training is dropped, so no round need be.
-    for name, _ in in_rounds(list(STRATEGIES), arguments.rounds, warm_up=0):
+    for name, _ in in_rounds(names, arguments.rounds, warm_up=0):
         epochs = _train(name, arguments, workers, world)
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, [epoch.loaded for epoch in epochs])
@@ -295,17 +301,22 @@ def print_epochs(file: Path) -> None:
         assert ratio is not None, "stock is always measured"
         first, *_, last = row.more["loaded"]
         lines.append(
-            (row.variant, str(row.case["ranks"]), str(row.case["workers"]))
-            + (Spread.of(row.seconds).text(2), ratio.text(3), Spread.of(row.more["first"]).text(2))
-            + (f"{1000 * Spread.of(row.more['processor']).median:.0f}",)
-            + (" ".join(map(str, last)), " ".join(map(str, first)))
+            (
+                row.variant,
+                str(row.case["ranks"]),
+                str(row.case["workers"]),
+                Spread.of(row.seconds).text(2),
+                ratio.text(3),
+                Spread.of(row.more["first"]).text(2),
+                f"{1000 * Spread.of(row.more['processor']).median:.0f}",
+                " ".join(map(str, last)),
+                " ".join(map(str, first)),
+            )
         )
     columns = ("variant", "ranks", "workers", "epoch, s", "of stock", "first epoch, s", "CPU ms")
     columns += ("samples loaded by each rank", "in the first epoch")
-    caption = (
-        f"An epoch on the slowest rank: median [quartiles] over {len(rows[0].seconds)} rounds; ratios are taken within a"
-        " round."
-    )
+    rounds = len(rows[0].seconds)
+    caption = f"An epoch on the slowest rank: median [quartiles] over {rounds} rounds; ratios are taken within a round."
     print_table(file, columns, lines, caption)
 
 
@@ -341,7 +352,7 @@ def _run_rank(arguments: argparse.Namespace) -> None:
     """Measure with all numbers of workers; rank 0 saves."""
     with joined() as world:
         for workers in arguments.workers:
-            rows = measure_epochs(arguments, workers, world)
+            rows = measure_epochs(arguments, workers, list(STRATEGIES), world)
             if dist.get_rank() == 0:
                 save(arguments.output, rows)
 

@@ -1,8 +1,8 @@
 """What a training step costs under each option, beside Lightning's DDPStrategy: `python -m benchmarks.step`.
 
-One command starts the ranks on this machine, for one number of ranks after the other, measures, and prints one table. A
-process that `torchrun` started is a rank; so it runs on several nodes, and `benchmarks.nodes` makes nodes out of network
-namespaces. The device is chosen automatically: CPUs with gloo, or GPUs with NCCL.
+One command starts the ranks on this machine, for one number of ranks after the other, measures, and prints one table.
+A process that `torchrun` started is a rank; so it runs on several nodes, and `benchmarks.nodes` makes nodes out of
+network namespaces. The device is chosen automatically: CPUs with gloo, or GPUs with NCCL.
 
 All variants live in the same processes. `benchmarks/README.md` says how rounds are made and compared.
 """
@@ -10,13 +10,15 @@ All variants live in the same processes. `benchmarks/README.md` says how rounds 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import gc
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,7 +109,9 @@ def setting_of(model: str, world: World, steps: int | None) -> Setting:
     module = Measured(workload.model()).to(world.device)
     ranks = dist.get_world_size()
     batch = len(workload.batch()[0])
-    timed = steps or workload.steps
+    timed = workload.steps
+    if steps is not None:
+        timed = steps
     # One batch more, whose begin ends the last step.
     data = Samples(workload.batch, ranks, (WARM_UP + timed + 1) * ranks * batch)
     return Setting(module, batch, data, timed, world)
@@ -199,12 +203,26 @@ def print_steps(file: Path) -> None:
         if ratio is not None:
             of_stock = ratio.text(3)
         lines.append(
-            (MODELS[row.case["model"]].title, row.variant, str(row.case["ranks"]))
-            + (seconds.text(2), of_stock, processor.text(2))
+            (
+                MODELS[row.case["model"]].title,
+                row.variant,
+                str(row.case["ranks"]),
+                seconds.text(2),
+                of_stock,
+                processor.text(2),
+            )
         )
     rounds = len(rows[0].seconds)
     caption = f"A step on the slowest rank: median [quartiles] over {rounds} rounds; ratios are taken within a round."
     print_table(file, ("model", "variant", "ranks", "ms", "of stock", "CPU ms"), lines, caption)
+
+
+@contextmanager
+def _profiled(file: Path) -> Iterator[None]:
+    """Profile what runs within the context, and write a file that `python -m pstats` reads."""
+    with cProfile.Profile() as profile:
+        yield
+    profile.dump_stats(file)
 
 
 def _run_rank(arguments: argparse.Namespace) -> None:
@@ -213,7 +231,14 @@ def _run_rank(arguments: argparse.Namespace) -> None:
     gc.freeze()
     with joined() as world:
         for model in arguments.models:
-            rows = measure_rounds(model, arguments.only, world, rounds=arguments.rounds, steps=arguments.steps)
+            contexts = {}
+            if arguments.profile is not None and dist.get_rank() == 0:
+                arguments.profile.mkdir(parents=True, exist_ok=True)
+                for name in arguments.only:
+                    contexts[name] = partial(_profiled, arguments.profile / f"{model}, {name}.pstats")
+            rows = measure_rounds(
+                model, arguments.only, world, rounds=arguments.rounds, steps=arguments.steps, contexts=contexts
+            )
             if dist.get_rank() == 0:
                 save(arguments.output, rows)
 
@@ -230,14 +255,20 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=8, help="rounds that count; one more is dropped (default: 8)")
     add("--steps", type=int, default=None, help="timed steps of a round (default: the model's)")
     add("--short", action="store_true", help=f"2 ranks and {SHORT} rounds")
+    add("--profile", type=Path, metavar="FOLDER", help="profile rank 0 by cProfile: times are worth nothing then")
     add("--output", type=Path, default=RESULTS / "step.json", help="file to write (default: %(default)s)")
     add("--table", type=Path, metavar="FILE", help="measure nothing, and print the table of a file")
     parsed = parser.parse_args(arguments)
     if parsed.short:
         parsed.ranks = [2]
         parsed.rounds = SHORT
-    if min(*parsed.ranks, parsed.rounds, parsed.steps or 1) < 1:
-        parser.error(f"--ranks, --rounds and --steps are 1 or more; got {parsed.ranks}, {parsed.rounds}, {parsed.steps}")
+    least = min(*parsed.ranks, parsed.rounds)
+    if parsed.steps is not None:
+        least = min(least, parsed.steps)
+    if least < 1:
+        parser.error(
+            f"--ranks, --rounds and --steps are 1 or more; got {parsed.ranks}, {parsed.rounds}, {parsed.steps}"
+        )
     try:
         parsed.only = chosen(parsed.only)
     except ValueError as error:

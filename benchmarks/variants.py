@@ -23,7 +23,7 @@ class Variant:
         strategy: Makes the strategy for a number of replicas.
         weighted: Whether the training step returns a weight, another one on each rank.
         changing: Whether the weight changes from step to step.
-        shares_batches: Whether all ranks share each batch of the loader, of which the strategy gives them their samples.
+        shares_batches: Whether all ranks share each batch of the loader, of which each loads its own samples.
         on_device: Whether the weight is a tensor on the device, which the host must read.
     """
 

@@ -96,7 +96,7 @@ def start(body: Callable[..., None], ranks: int, *arguments: Any, nodes: Network
         nodes: Nodes, one for each rank; None for one node.
     """
     method = "spawn"
-    if sys.platform == "linux":
+    if sys.platform == "linux" and torch.cuda.device_count() == 0:
         method = "fork"  # so torch and Lightning are imported once, and not by every rank
     torch.multiprocessing.start_processes(
         _be_rank, (body, ranks, _free_port(), nodes, arguments), nprocs=ranks, start_method=method
@@ -158,7 +158,7 @@ def _enter(namespace: str) -> None:
 def joined() -> Iterator[World]:
     """Join the process group of the ranks, and leave it in the end.
 
-    Each rank has a GPU of its own where there are enough, else all share the first one; without any, they use CPUs, with
+    Each rank has a GPU of its own where there are enough, else all share the first one. Without any they use CPUs, with
     one thread each.
     """
     local_rank = int(os.environ["LOCAL_RANK"])
