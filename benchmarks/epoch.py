@@ -313,8 +313,8 @@ def print_epochs(file: Path) -> None:
                 " ".join(map(str, first)),
             )
         )
-    columns = ("variant", "ranks", "workers", "epoch, s", "of stock", "first epoch, s", "CPU ms")
-    columns += ("samples loaded by each rank", "in the first epoch")
+    columns = ["variant", "ranks", "workers", "epoch, s", "of stock", "first epoch, s", "CPU ms"]
+    columns += ["samples loaded by each rank", "in the first epoch"]
     rounds = len(rows[0].seconds)
     caption = f"An epoch on the slowest rank: median [quartiles] over {rounds} rounds; ratios are taken within a round."
     print_table(file, columns, lines, caption)
@@ -369,7 +369,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--compute", type=float, default=5.0, help="milliseconds that a sample takes to compute (default: 5)")
     add("--batch", type=int, default=BATCH, help=f"samples of a rank's batch (default: {BATCH})")
     add("--batches", type=int, default=BATCHES, help=f"batches of an epoch (default: {BATCHES})")
-    add("--rounds", type=int, default=4, help="trainings of each strategy (default: 4)")
+    add("--rounds", type=int, default=3, help="trainings of each strategy (default: 3)")
     add("--output", type=Path, default=RESULTS / "epoch.json", help="file to write (default: %(default)s)")
     add("--table", type=Path, metavar="FILE", help="measure nothing, and print the table of a file")
     add("--draw", type=Path, metavar="FILE", help="measure nothing, and draw the picture of a file")

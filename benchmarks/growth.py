@@ -91,6 +91,13 @@ class Case(NamedTuple):
     times: str  # one of TIMES
 
 
+def _sizes(parameters: int) -> list[int]:
+    """Return the parameters of each layer. The last one is the largest, as where classes or words are many."""
+    last = 2 * parameters // 5
+    others = (parameters - last) // (LAYERS - 1)
+    return [*[others] * (LAYERS - 1), last]
+
+
 class _Layer(torch.autograd.Function):
     """Sleeps in the forward and in the backward. The gradient of its parameter is made of ones."""
 
@@ -114,8 +121,7 @@ class _Sleeper(LightningModule):
     def __init__(self, parameters: int, *, weighted: bool) -> None:
         super().__init__()
         self.weighted = weighted
-        size = max(1, parameters // LAYERS)
-        self.layers = nn.ParameterList([nn.Parameter(torch.zeros(size)) for _ in range(LAYERS)])
+        self.layers = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in _sizes(parameters)])
 
     def training_step(self, batch: Tensor) -> Any:
         forward, backward = batch.tolist()
@@ -184,8 +190,12 @@ def draw_times(times: str, seconds: float, count: int, rank: int, ranks: int) ->
 
 def before_first_bucket(parameters: int) -> float:
     """Return the part of a backward that runs before DDP's first bucket is full, which holds 1 MiB."""
-    bytes_of_layer = 4 * max(1, parameters // LAYERS)
-    return min(LAYERS, math.ceil(2**20 / bytes_of_layer)) / LAYERS
+    held = 0
+    for number, size in enumerate(reversed(_sizes(parameters)), 1):
+        held += 4 * size
+        if held >= 2**20:
+            return number / LAYERS
+    return 1.0
 
 
 def law(times: Sequence[Sequence[MicroBatchTime]], exchange: float, before: float) -> float:
@@ -337,8 +347,8 @@ def print_growth(file: Path) -> None:
                 said,
             )
         )
-    columns = ("option", "times", "ranks", "delay, ms", "window", "M parameters")
-    columns += ("stock, ms", "beside stock, ms", "by the law, ms")
+    columns = ["option", "times", "ranks", "delay, ms", "window", "M parameters"]
+    columns += ["stock, ms", "beside stock, ms", "by the law, ms"]
     caption = "An optimizer step on the slowest rank: median [quartiles] over the rounds."
     print_table(file, columns, lines, caption)
     _print_exchanges(rows, file)
@@ -366,8 +376,8 @@ def _print_exchanges(rows: Sequence[Row], file: Path) -> None:
                 f"{of_message * (MANY - 1):,.0f}",
             )
         )
-    columns = ("ranks", "delay, ms", "rows, ms", "stock's flag, ms", "CPU ms of rows", "CPU ms per message")
-    columns += (f"so of {MANY:,} ranks, CPU ms",)
+    columns = ["ranks", "delay, ms", "rows, ms", "stock's flag, ms", "CPU ms of rows", "CPU ms per message"]
+    columns += [f"so of {MANY:,} ranks, CPU ms"]
     print_table(file, columns, lines, f"One exchange that all ranks begin at once: median [quartiles] of {EXCHANGES}.")
 
 

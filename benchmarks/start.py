@@ -121,11 +121,11 @@ def print_starts(file: Path) -> None:
             memory = f"{Spread.of(of_variant).median / 1e6:,.0f}"
             beside = f"{(Spread.of(of_variant).median - Spread.of(of_memory[STOCK].more['memory']).median) / 1e6:+,.0f}"
         lines.append((row.variant, str(row.case.get("ranks", 1)), seconds, of_stock, memory, beside))
-    columns = ("variant", "ranks", "ms to the end of the first step", "of stock", "most MB of a rank", "beside stock")
+    columns = ("variant", "ranks", "ms", "of stock", "most MB of a rank", "MB beside stock")
     rounds = len(rows[0].seconds)
     caption = (
-        f"Median [quartiles] over {rounds} rounds, on the slowest rank, of one small layer; the memory on the largest"
-        f" rank, of {MODELS[_LARGE].title}, {STEPS} steps."
+        f"To the end of the first step of one small layer, on the slowest rank: median [quartiles] over {rounds} rounds."
+        f" The most that a rank held in {STEPS} steps of {MODELS[_LARGE].title}, on the largest rank."
     )
     print_table(file, columns, lines, caption)
 

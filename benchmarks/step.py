@@ -207,14 +207,14 @@ def print_steps(file: Path) -> None:
                 MODELS[row.case["model"]].title,
                 row.variant,
                 str(row.case["ranks"]),
+                str(len(row.seconds)),
                 seconds.text(2),
                 of_stock,
                 processor.text(2),
             )
         )
-    rounds = len(rows[0].seconds)
-    caption = f"A step on the slowest rank: median [quartiles] over {rounds} rounds; ratios are taken within a round."
-    print_table(file, ("model", "variant", "ranks", "ms", "of stock", "CPU ms"), lines, caption)
+    caption = "A step on the slowest rank: median [quartiles] over the rounds; ratios are taken within a round."
+    print_table(file, ("model", "variant", "ranks", "rounds", "ms", "of stock", "CPU ms"), lines, caption)
 
 
 @contextmanager
@@ -230,15 +230,16 @@ def _run_rank(arguments: argparse.Namespace) -> None:
     # Between any two blocks there is a collection, which need not go through what imports have made.
     gc.freeze()
     with joined() as world:
+        rounds = arguments.rounds[0]
+        if dist.get_world_size() in arguments.ranks:
+            rounds = arguments.rounds[arguments.ranks.index(dist.get_world_size())]
         for model in arguments.models:
             contexts = {}
             if arguments.profile is not None and dist.get_rank() == 0:
                 arguments.profile.mkdir(parents=True, exist_ok=True)
                 for name in arguments.only:
                     contexts[name] = partial(_profiled, arguments.profile / f"{model}, {name}.pstats")
-            rows = measure_rounds(
-                model, arguments.only, world, rounds=arguments.rounds, steps=arguments.steps, contexts=contexts
-            )
+            rows = measure_rounds(model, arguments.only, world, rounds=rounds, steps=arguments.steps, contexts=contexts)
             if dist.get_rank() == 0:
                 save(arguments.output, rows)
 
@@ -252,7 +253,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="models to measure (default: all)")
     add("--only", nargs="+", default=list(VARIANTS), metavar="NAME", help=f"variants, beside stock, of {list(ALL)}")
     add("--ranks", type=int, nargs="+", default=[2, 4], help="sizes of the worlds, one after the other (default: 2 4)")
-    add("--rounds", type=int, default=8, help="rounds that count; one more is dropped (default: 8)")
+    rounds = "rounds that count, for each of --ranks, or one number for all; one more is dropped (default: 8 3)"
+    add("--rounds", type=int, nargs="+", default=[8, 3], help=rounds)
     add("--steps", type=int, default=None, help="timed steps of a round (default: the model's)")
     add("--short", action="store_true", help=f"2 ranks and {SHORT} rounds")
     add("--profile", type=Path, metavar="FOLDER", help="profile rank 0 by cProfile: times are worth nothing then")
@@ -261,8 +263,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parsed = parser.parse_args(arguments)
     if parsed.short:
         parsed.ranks = [2]
-        parsed.rounds = SHORT
-    least = min(*parsed.ranks, parsed.rounds)
+        parsed.rounds = [SHORT]
+    if len(parsed.rounds) == 1:
+        parsed.rounds *= len(parsed.ranks)
+    if len(parsed.rounds) < len(parsed.ranks):
+        parser.error(f"--rounds={parsed.rounds}: give one number, or one for each of --ranks={parsed.ranks}")
+    least = min(*parsed.ranks, *parsed.rounds)
     if parsed.steps is not None:
         least = min(least, parsed.steps)
     if least < 1:

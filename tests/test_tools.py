@@ -195,6 +195,11 @@ def test_the_law_of_growth(times, expected):
     assert pytest.approx(expected) == growth.law(of_ranks, exchange=0.5, before=0.5)
 
 
+def test_the_first_bucket_of_growth_is_full_at_1_mebibyte():
+    # By hand: the last layer of a million parameters has 1.6 MB; of 400,000, 0.64 MB, and each other layer 0.137 MB.
+    assert (1 / 8, 4 / 8, 1) == tuple(growth.before_first_bucket(parameters) for parameters in (1_000_000, 400_000, 80))
+
+
 def reads_under(*, reads_once: bool) -> tuple[int, list[torch.Tensor]]:
     """Body: train under `weighted_mean`; return how often the host read rows, and the parameters."""
     setting = step.setting_of("mlp", world_of_torchrun(), steps=2)
