@@ -3,7 +3,7 @@
 An epoch is what a user waits for: loading, transfer, training steps, validation and a checkpoint. A sample takes a
 while to load, and a while to compute, in which the processor is free, as when a disk and a GPU are at work: so some
 ranks on few cores do not wait for each other. `collate_fn` is the user's own. The batch of a rank is the same on any
-number of ranks, and validation has one batch for each rank. Stock Lightning has a `DistributedSampler`, as has
+number of ranks, and validation has one batch for each rank. Lightning gives stock a `DistributedSampler`, as it does
 `weighted_mean`; under all other options the ranks share each batch of the training loader, and deal the batches of
 validation. A dataset counts the samples that it loads, in workers, too.
 
@@ -31,7 +31,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from benchmarks.report import RESULTS, STOCK, Row, Spread, load, print_table, save
@@ -68,6 +68,9 @@ PARTS: Mapping[str, str] = {
     "rest": "",
 }
 """The parts of an epoch, by how Lightning's profiler calls them; validation, and what is left, it does not call."""
+
+_EPOCH = "run_training_epoch"
+"""What Lightning's profiler calls an epoch. Its first part is the start of the workers, and so loading."""
 
 
 class _SlowSamples(Dataset[Any]):
@@ -157,7 +160,8 @@ class _Parts(Profiler):
 
     @override
     def stop(self, action_name: str) -> None:
-        if action_name == self._action:
+        has_first_batch = self._action == _EPOCH and action_name.endswith(PARTS["loading"])
+        if has_first_batch or action_name == self._action:
             part = _part_of(action_name)
             assert part is not None
             self.seconds[part] += time.perf_counter() - self._began
@@ -178,6 +182,8 @@ class _Parts(Profiler):
 def _part_of(action: str) -> str | None:
     if action == "validation":
         return action
+    if action == _EPOCH:
+        return "loading"
     for part, suffix in PARTS.items():
         if suffix and action.endswith(suffix):
             return part
@@ -247,21 +253,31 @@ def _train(name: str, arguments: argparse.Namespace, workers: int, world: World)
     loaders: list[DataLoader[Any]] = []
     for part, is_training in zip(data, (True, False), strict=True):
         # A batch that the ranks share in training is that of all ranks. Those of validation are dealt as they are.
-        of_loader: dict[str, Any] = {"batch_size": arguments.batch}
+        size = arguments.batch
         if is_training and name not in _OWN_BATCHES:
-            of_loader["batch_size"] = global_batch
-        if name in _OWN_BATCHES:
-            of_loader["sampler"] = DistributedSampler(part, shuffle=is_training)
-        else:
-            of_loader["shuffle"] = is_training
-        pinned = world.device.type == "cuda"
-        loaders.append(DataLoader(part, num_workers=workers, collate_fn=_collate, pin_memory=pinned, **of_loader))
+            size = global_batch
+        loader: DataLoader[Any] = DataLoader(
+            part,
+            batch_size=size,
+            shuffle=is_training,
+            num_workers=workers,
+            collate_fn=_collate,
+            pin_memory=world.device.type == "cuda",
+        )
+        loaders.append(loader)
     torch.manual_seed(0)
     module = _Classifier(arguments.compute / 1000, weighted=name == "weighted_mean")
     with _folder() as folder:
         parts = _Parts()
         clock = _Epochs(data, parts, folder)
-        trainer = quiet_trainer(STRATEGIES[name](), world, max_epochs=EPOCHS, callbacks=[clock], profiler=parts)
+        trainer = quiet_trainer(
+            STRATEGIES[name](),
+            world,
+            max_epochs=EPOCHS,
+            callbacks=[clock],
+            profiler=parts,
+            use_distributed_sampler=True,
+        )
         trainer.fit(module, *loaders)
     return clock.epochs
 

@@ -124,7 +124,7 @@ def print_starts(file: Path) -> None:
     columns = ("variant", "ranks", "ms", "of stock", "most MB of a rank", "MB beside stock")
     rounds = len(rows[0].seconds)
     caption = (
-        f"To the end of the first step of one small layer, on the slowest rank: median [quartiles] over {rounds} rounds."
+        f"To the end of the first step of one small layer, on the slowest rank: median [quartiles], {rounds} rounds."
         f" The most that a rank held in {STEPS} steps of {MODELS[_LARGE].title}, on the largest rank."
     )
     print_table(file, columns, lines, caption)
