@@ -15,7 +15,7 @@ TORCH_INDEX ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all test-oldest lint format docs demo gpu clean
+.PHONY: help setup test test-all test-oldest lint format docs demo bench-check gpu clean
 .DELETE_ON_ERROR:
 
 help:  ## Show this list
@@ -71,10 +71,13 @@ demo: $(READY)  ## Train for real, print and plot the comparison; output in demo
 	$(BIN)/python -m examples.demo
 	$(BIN)/python -m examples.demo.same_bits
 
-gpu: $(READY)  ## Run every path on CUDA and NCCL, on the one GPU of this machine, and time host reads; see docs/accelerators.md
+bench-check: $(READY)  ## Fail if a step or an epoch became a tenth slower beside stock; on an idle machine, 8 minutes
+	$(BIN)/python -m benchmarks.check
+
+gpu: $(READY)  ## Run every path on CUDA and NCCL, on the GPUs of this machine, and time it; see docs/accelerators.md
 	@$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('make gpu needs a CUDA device, and torch finds none')"
 	$(BIN)/python -m pytest -m gpu -s; tests=$$?; \
-	$(BIN)/python -m benchmarks.host_read && exit $$tests
+	$(BIN)/python -m benchmarks.gpu && exit $$tests
 
 clean:  ## Remove the environments, caches and output
 	rm -rf $(VENV) $(OLDEST) dist demo_output docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info

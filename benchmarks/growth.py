@@ -1,39 +1,30 @@
-"""How the cost of a rule grows with ranks, delay, windows and model size: `python -m benchmarks.growth`.
+"""What a rule costs with many ranks, on a slow network, and where ranks differ: `python -m benchmarks.growth`.
 
 Each rank sleeps instead of computing, so that sixteen ranks fit on two cores: a micro-batch sleeps in the forward and
-in the backward of each layer, and only the communication is real (gloo). The times are drawn for every rank and
-micro-batch. In every round all strategies run with the same times, in a random order. The cost of a strategy is its
-mean time of an optimizer step minus that of Lightning's `DDPStrategy` in the same round.
+in the backward of each layer, and only the communication is real (gloo). In every round all strategies run with the
+same times, in a random order. The cost of a strategy is its mean time of an optimizer step minus that of Lightning's
+`DDPStrategy` in the same round.
 
-One command starts the ranks by forking, for every number of ranks and every delay. With a delay, each rank is a node of
-its own (`benchmarks.nodes`, which needs root and Linux), and every packet between two of them takes that long. Started
-by `torchrun`, also through `benchmarks.nodes`, a process is a rank, and the world is what it finds. Each world first
-times one exchange of six numbers, as a rule with weights makes it, and Lightning's broadcast of its flag.
+One command starts the ranks, for every number of ranks and every delay. With a delay, each rank is a node of its own
+(`benchmarks.nodes`, which needs root and Linux), and every packet between two of them takes that long. Started by
+`torchrun`, also through `benchmarks.nodes`, a process is a rank, and the world is what it finds. Each world first times
+one exchange of rows, as a rule makes it, and Lightning's broadcast of its flag.
 
-`--draw FILE` measures nothing: it draws the pictures of docs/growth.md from what was saved.
+It prints the costs, what the law of docs/growth.md says of each, and what the law says of 1,024 ranks. `--draw FILE`
+measures nothing: it draws the pictures of docs/growth.md from what was saved.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
-import json
 import math
-import os
-import platform
 import random
-import socket
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
@@ -41,33 +32,46 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks.nodes import Network, network, obstacle
-from benchmarks.report import Spread
-from benchmarks.trainer import make_quiet_trainer
-from benchmarks.world import is_rank, joined, slowest
+from benchmarks.nodes import network, obstacle
+from benchmarks.report import RESULTS, STOCK, Row, Spread, begin_file, load, print_table, save
+from benchmarks.world import World, in_rounds, is_rank, joined, progress, quiet_trainer, run, slowest, start
 from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.reduction.rows import RowExchange
 
-__all__ = ["STREAMS", "draw_times", "main"]
+__all__ = ["TIMES", "before_first_bucket", "draw_times", "law", "main", "print_growth"]
 
-WARMUP = 2
+WARM_UP = 2
 """Optimizer steps before the timed ones. DDP rebuilds its buckets after the first."""
 
 LAYERS = 8
 """Each sleeps its part of a micro-batch, so that DDP's buckets travel while the backward goes on."""
 
 EXCHANGES = 30
-"""Of six numbers, and of the flag, to time one."""
+"""Of rows, and of the flag, to time one."""
 
-STOCK = "Lightning DDPStrategy"
-WEIGHTED = "GradAvg weighted_mean"
+NUMBERS = 6
+"""Of a row."""
+
+SLOW = 2.0
+"""How many times longer the slow rank takes."""
+
+MANY = 1024
+"""Ranks for which the law says what no machine here can run."""
+
+WEIGHTED = "weighted_mean"
 STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
     STOCK: DDPStrategy,
-    "GradAvg mean": GradAvgStrategy,
+    "mean": GradAvgStrategy,
     WEIGHTED: lambda: GradAvgStrategy(reduction="weighted_mean"),
 }
 
-STREAMS = ("equal", "together", "independent")
-"""How the times are drawn: the same for all; per rank, the backward twice the forward; per rank, each by itself."""
+TIMES: Mapping[str, str] = {
+    "equal": "all ranks take the same time",
+    "in turn": "one rank after the other is slow, in the forward and in the backward of its micro-batch",
+    "crossed": "one rank after the other is slow in the forward, and the next rank in the backward",
+    "together": "each rank draws its time, and the backward takes twice the forward, as of texts of different lengths",
+}
+"""How long micro-batches take, by the name of it."""
 
 
 class MicroBatchTime(NamedTuple):
@@ -80,54 +84,18 @@ class MicroBatchTime(NamedTuple):
 class Case(NamedTuple):
     """One setting within a world of ranks."""
 
+    ranks: int
+    delay: float  # milliseconds that a packet takes
     parameters: int  # of the model
     window: int  # micro-batches of an optimizer step
-    stream: str  # one of STREAMS
+    times: str  # one of TIMES
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a case has cost.
-
-    Attributes:
-        ranks: Size of the world.
-        delay: Milliseconds that a packet takes.
-        parameters: Those of the model.
-        window: Micro-batches of an optimizer step.
-        stream: How the times were drawn.
-        milliseconds: Of each strategy, an optimizer step on the slowest rank, one per round.
-    """
-
-    ranks: int
-    delay: float
-    parameters: int
-    window: int
-    stream: str
-    milliseconds: dict[str, list[float]]
-
-    def cost(self, strategy: str) -> Spread:
-        """Return the milliseconds beside stock DDP, round by round."""
-        pairs = zip(self.milliseconds[strategy], self.milliseconds[STOCK], strict=True)
-        return Spread.of([ours - stock for ours, stock in pairs])
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """What one exchange takes where no rank is late.
-
-    Attributes:
-        ranks: Size of the world.
-        delay: Milliseconds that a packet takes.
-        totals: Milliseconds of an all-to-all of six float64 numbers, from its begin to its end, on the slowest rank.
-        flag: Milliseconds of Lightning's broadcast of one integer by rank 0.
-        processor: Milliseconds of processor time that one exchange of totals takes of a rank, all its threads together.
-    """
-
-    ranks: int
-    delay: float
-    totals: list[float]
-    flag: list[float]
-    processor: float
+def _sizes(parameters: int) -> list[int]:
+    """Return the parameters of each layer. The last one is the largest, as where classes or words are many."""
+    last = 2 * parameters // 5
+    others = (parameters - last) // (LAYERS - 1)
+    return [*[others] * (LAYERS - 1), last]
 
 
 class _Layer(torch.autograd.Function):
@@ -153,8 +121,7 @@ class _Sleeper(LightningModule):
     def __init__(self, parameters: int, *, weighted: bool) -> None:
         super().__init__()
         self.weighted = weighted
-        size = max(1, parameters // LAYERS)
-        self.layers = nn.ParameterList([nn.Parameter(torch.zeros(size)) for _ in range(LAYERS)])
+        self.layers = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in _sizes(parameters)])
 
     def training_step(self, batch: Tensor) -> Any:
         forward, backward = batch.tolist()
@@ -191,331 +158,355 @@ class _Clock(Callback):
         return ended - started
 
 
-def draw_times(stream: str, seconds: float, count: int, generator: random.Random) -> list[MicroBatchTime]:
+def draw_times(times: str, seconds: float, count: int, rank: int, ranks: int) -> list[MicroBatchTime]:
     """Return the times of some micro-batches of one rank.
 
     Args:
-        stream: One of `STREAMS`.
+        times: One of `TIMES`.
         seconds: The median of a whole micro-batch, of which the forward is a third.
         count: Number of micro-batches.
-        generator: Of this rank.
+        rank: The rank.
+        ranks: The number of ranks.
     """
-    times = []
-    for _ in range(count):
+    generator = random.Random(rank)
+    drawn = []
+    for number in range(count):
         forward_factor = 1.0
-        if stream != "equal":
+        backward_factor = 1.0
+        is_slow = number % ranks == rank
+        is_next = (number + 1) % ranks == rank
+        if times == "together":
             forward_factor = generator.lognormvariate(0, 0.5)
-        backward_factor = forward_factor
-        if stream == "independent":
-            backward_factor = generator.lognormvariate(0, 0.5)
-        times.append(MicroBatchTime(seconds / 3 * forward_factor, 2 * seconds / 3 * backward_factor))
-    return times
+            backward_factor = forward_factor
+        if times in ("in turn", "crossed") and is_slow:
+            forward_factor = SLOW
+        if times == "in turn" and is_slow:
+            backward_factor = SLOW
+        if times == "crossed" and is_next:
+            backward_factor = SLOW
+        drawn.append(MicroBatchTime(seconds / 3 * forward_factor, 2 * seconds / 3 * backward_factor))
+    return drawn
 
 
-def _seconds(name: str, times: Sequence[MicroBatchTime], case: Case) -> float:
+def before_first_bucket(parameters: int) -> float:
+    """Return the part of a backward that runs before DDP's first bucket is full, which holds 1 MiB."""
+    held = 0
+    for number, size in enumerate(reversed(_sizes(parameters)), 1):
+        held += 4 * size
+        if held >= 2**20:
+            return number / LAYERS
+    return 1.0
+
+
+def law(times: Sequence[Sequence[MicroBatchTime]], exchange: float, before: float) -> float:
+    """Return the seconds that a step of a rule with weights takes beside stock, in windows of one micro-batch.
+
+    F and B are the forward and the backward of a rank. Stock's ranks meet at the end of the backward: a step takes the
+    largest F + B over the ranks. Under a rule a rank's first bucket, after the part a of its backward, waits for the
+    rows of all, which leave after the forward and take E: a step takes the largest
+
+        max(F + a B, largest F + E) + (1 - a) B
+
+    Args:
+        times: Of each rank, its micro-batches, each of which is a window.
+        exchange: E, the seconds of one exchange.
+        before: a, the part of a backward before the first bucket.
+    """
+    beside_stock = 0.0
+    for of_ranks in zip(*times, strict=True):
+        rows_are_there = max(time.forward for time in of_ranks) + exchange
+        under_rule = []
+        for time_of_rank in of_ranks:
+            first_bucket = time_of_rank.forward + before * time_of_rank.backward
+            under_rule.append(max(first_bucket, rows_are_there) + (1 - before) * time_of_rank.backward)
+        beside_stock += max(under_rule) - max(time.forward + time.backward for time in of_ranks)
+    return beside_stock / len(times[0])
+
+
+def _seconds(name: str, times: Sequence[MicroBatchTime], case: Case, world: World) -> float:
     """Return the mean time of an optimizer step on this rank under a strategy."""
-    steps = len(times) // case.window - WARMUP - 1
-    clock = _Clock(WARMUP * case.window, (WARMUP + steps) * case.window)
-    trainer = make_quiet_trainer(
-        STRATEGIES[name](),
-        accelerator="cpu",
-        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-        num_nodes=dist.get_world_size() // int(os.environ["LOCAL_WORLD_SIZE"]),
-        accumulate_grad_batches=case.window,
-        callbacks=[clock],
-    )
+    steps = len(times) // case.window - WARM_UP - 1
+    clock = _Clock(WARM_UP * case.window, (WARM_UP + steps) * case.window)
+    trainer = quiet_trainer(STRATEGIES[name](), world, accumulate_grad_batches=case.window, callbacks=[clock])
     batches: Any = list(torch.tensor(times, dtype=torch.float64))
     trainer.fit(_Sleeper(case.parameters, weighted=name == WEIGHTED), DataLoader(batches, batch_size=None))
     return clock.seconds / steps
 
 
-def _measure(case: Case, arguments: argparse.Namespace, delay: float) -> Result:
+def _measure(case: Case, arguments: argparse.Namespace, world: World) -> list[Row]:
     """Measure the rounds of a case."""
-    milliseconds: dict[str, list[float]] = {name: [] for name in STRATEGIES}
-    # With the same seed, all ranks draw the same order; times have another seed on every rank.
-    generator_of_order = random.Random(0)
-    for number in range(arguments.rounds):
-        generator = random.Random(f"{number} {case} {dist.get_rank()}")
-        # One step more, whose begin ends the one before.
-        count = (WARMUP + arguments.steps + 1) * case.window
-        times = draw_times(case.stream, arguments.seconds, count, generator)
-        for name in generator_of_order.sample(list(STRATEGIES), len(STRATEGIES)):
-            # A trainer and its model are a cycle, in stock as well: of 100 M parameters, two ranks ran out of 23 GB.
-            gc.collect()
-            seconds = _seconds(name, times, case)
-            (slowest_seconds,) = slowest([seconds], torch.device("cpu"))
-            milliseconds[name].append(1000 * slowest_seconds)
-    return Result(dist.get_world_size(), delay, case.parameters, case.window, case.stream, milliseconds)
+    # One step more, whose begin ends the one before.
+    count = (WARM_UP + arguments.steps + 1) * case.window
+    times = draw_times(case.times, arguments.seconds, count, dist.get_rank(), case.ranks)
+    seconds: dict[str, list[float]] = {name: [] for name in STRATEGIES}
+    for name, _ in in_rounds(list(STRATEGIES), arguments.rounds, warm_up=0):
+        seconds[name].extend(slowest([_seconds(name, times, case, world)], world))
+    progress(f"{case}: measured")
+    more = {"seconds": arguments.seconds, "steps": arguments.steps}
+    return [Row(case._asdict(), name, of_rounds, more) for name, of_rounds in seconds.items()]
 
 
-def _exchange_totals() -> None:
-    # What `reduction.rows.RowExchange` does on a CPU.
-    sent = torch.zeros(6 * dist.get_world_size(), dtype=torch.float64)
-    dist.all_to_all_single(torch.empty_like(sent), sent)
+def _exchange_rows(world: World) -> None:
+    RowExchange([0.0] * NUMBERS, world.device, dist.group.WORLD).read()
 
 
-def _broadcast_flag() -> None:
+def _broadcast_flag(world: World) -> None:
     # What `_TrainingEpochLoop._broadcast_sigterm_tensor` of Lightning 2.6 does before every batch.
-    dist.broadcast(torch.tensor([0]), src=0)
+    dist.broadcast(torch.tensor([0], device=world.device), src=0)
 
 
-def _time_exchange(exchange: Callable[[], None]) -> list[float]:
-    """Return the milliseconds of an exchange on the slowest rank, one number for each time that it was made."""
-    milliseconds = []
+def _time_exchange(exchange: Callable[[World], None], delay: float, name: str, world: World) -> Row:
+    """Return the time of an exchange that all ranks begin at once, on the slowest rank, and its processor time."""
+    seconds: list[float] = []
+    processor: list[float] = []
     for _ in range(EXCHANGES):
         dist.barrier()
         started = time.perf_counter()
-        exchange()
-        (slowest_seconds,) = slowest([time.perf_counter() - started], torch.device("cpu"))
-        milliseconds.append(1000 * slowest_seconds)
-    return milliseconds
+        processor_before = time.process_time()
+        exchange(world)
+        taken = [time.perf_counter() - started, time.process_time() - processor_before]
+        slowest_seconds, most_processor = slowest(taken, world)
+        seconds.append(slowest_seconds)
+        processor.append(most_processor)
+    case = {"ranks": dist.get_world_size(), "delay": delay}
+    return Row(case, name, seconds, {"processor": processor})
 
 
-def _processor_of_totals() -> float:
-    """Return the processor milliseconds of one exchange of totals, the most of all ranks."""
-    dist.barrier()
-    started = time.process_time()
-    for _ in range(EXCHANGES):
-        _exchange_totals()
-    (most,) = slowest([time.process_time() - started], torch.device("cpu"))
-    return 1000 * most / EXCHANGES
+_ROWS = "exchange of rows"
+_FLAG = "stock's flag"
 
 
-def _run_rank(arguments: argparse.Namespace, delay: float) -> None:
-    """Measure all cases in this world; rank 0 prints and adds them to the file."""
-    with joined():
-        exchange = Exchange(
-            ranks=dist.get_world_size(),
-            delay=delay,
-            totals=_time_exchange(_exchange_totals),
-            flag=_time_exchange(_broadcast_flag),
-            processor=_processor_of_totals(),
-        )
+def _run_rank(arguments: argparse.Namespace, delay: float = 0.0) -> None:
+    """Measure all cases in this world; rank 0 saves them."""
+    with joined() as world:
+        rows = [
+            _time_exchange(_exchange_rows, delay, _ROWS, world),
+            _time_exchange(_broadcast_flag, delay, _FLAG, world),
+        ]
         if dist.get_rank() == 0:
-            _print_exchange(exchange)
-            _save(arguments.output, exchanges=[exchange])
-        for parameters in arguments.parameters:
-            for window in arguments.windows:
-                for stream in arguments.streams:
-                    result = _measure(Case(int(parameters), window, stream), arguments, delay)
-                    if dist.get_rank() == 0:
-                        _print(result)
-                        # After each case, so that an interrupt loses no more than one.
-                        _save(arguments.output, results=[result])
+            save(arguments.output, rows)
+        for text in arguments.cases:
+            times, _, window = text.rpartition(":")
+            for parameters in arguments.parameters:
+                case = Case(dist.get_world_size(), delay, int(parameters), int(window), times)
+                rows = _measure(case, arguments, world)
+                if dist.get_rank() == 0:
+                    save(arguments.output, rows)
 
 
-def _print_exchange(exchange: Exchange) -> None:
-    sys.stdout.write(
-        f"{exchange.ranks} ranks, {exchange.delay:g} ms: totals {statistics.median(exchange.totals):.2f} ms,"
-        f" flag {statistics.median(exchange.flag):.2f} ms, processor {exchange.processor:.2f} ms\n"
-    )
-    sys.stdout.flush()
+def _of_case(row: Row) -> Case | None:
+    """Return the case of a row; None of an exchange."""
+    if row.variant in (_ROWS, _FLAG):
+        return None
+    return Case(**row.case)
 
 
-def _print(result: Result) -> None:
-    costs = []
-    for name in STRATEGIES:
-        if name != STOCK:
-            cost = result.cost(name)
-            costs.append(f"{name} {cost.median:+.2f} [{cost.low:+.2f}, {cost.high:+.2f}] ms")
-    sys.stdout.write(
-        f"{result.ranks} ranks, {result.delay:g} ms, {result.parameters / 1e6:g} M, windows of {result.window},"
-        f" {result.stream}: stock {statistics.median(result.milliseconds[STOCK]):.1f} ms; {'; '.join(costs)}\n"
-    )
-    sys.stdout.flush()
+def _cost(row: Row, rows: Sequence[Row]) -> Spread:
+    """Return the milliseconds beside stock, round by round."""
+    for other in rows:
+        if other.variant == STOCK and other.case == row.case:
+            pairs = zip(row.seconds, other.seconds, strict=True)
+            return Spread.of([1000 * (ours - stock) for ours, stock in pairs])
+    raise LookupError(f"{row.case} was measured without stock")
 
 
-def _save(output: Path, *, results: Sequence[Result] = (), exchanges: Sequence[Exchange] = ()) -> None:
-    """Add results to a file, which several worlds and commands may share."""
-    saved: dict[str, Any] = {"about": [], "exchanges": [], "results": []}
-    if output.exists():
-        saved = json.loads(output.read_text())
-    about = {
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "torch": torch.__version__,
-        "lightning": lightning.__version__,
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "command": sys.argv[1:],
-    }
-    if about not in saved["about"]:
-        saved["about"].append(about)
-    saved["exchanges"] += [asdict(exchange) for exchange in exchanges]
-    saved["results"] += [asdict(result) for result in results]
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(saved) + "\n")
+def _exchanges(rows: Sequence[Row], name: str) -> dict[tuple[int, float], Row]:
+    """Return the rows of an exchange, by ranks and delay."""
+    return {(row.case["ranks"], row.case["delay"]): row for row in rows if row.variant == name}
 
 
-def _enter(namespace: str) -> None:
-    """Move this process to a network namespace, as `setns` does (Python has it from 3.12 on)."""
-    new_network = 0x40000000  # CLONE_NEWNET
-    libc = ctypes.CDLL(None, use_errno=True)
-    descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
-    try:
-        if libc.setns(descriptor, new_network) != 0:
-            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
-    finally:
-        os.close(descriptor)
-
-
-def _forked(
-    rank: int, ranks: int, port: int, nodes: Network | None, arguments: argparse.Namespace, delay: float
-) -> None:
-    """Be a rank in a process of its own, on a node of its own if there are nodes."""
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(ranks),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(ranks),
-        GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        GLOO_SOCKET_IFNAME="lo",
-        TORCHELASTIC_RUN_ID="growth",  # by which Lightning sees that it need not start processes
-    )
-    if nodes is not None:
-        _enter(nodes.namespaces[rank])
-        os.environ.update(
-            LOCAL_RANK="0",
-            LOCAL_WORLD_SIZE="1",
-            GROUP_RANK=str(rank),
-            MASTER_ADDR=nodes.addresses[0],
-            GLOO_SOCKET_IFNAME=nodes.interface,
+def print_growth(file: Path) -> None:
+    """Print the costs in a file, the exchanges, and the law."""
+    rows = load(file)
+    exchanges = _exchanges(rows, _ROWS)
+    lines = []
+    for row in rows:
+        case = _of_case(row)
+        if case is None or row.variant == STOCK:
+            continue
+        stock = next(other for other in rows if other.variant == STOCK and other.case == row.case)
+        said = "-"
+        if row.variant == WEIGHTED and case.window == 1:
+            count = WARM_UP + row.more["steps"]
+            times = []
+            for rank in range(case.ranks):
+                drawn = draw_times(case.times, row.more["seconds"], count, rank, case.ranks)
+                times.append(drawn[WARM_UP:])
+            exchange = Spread.of(exchanges[case.ranks, case.delay].seconds).median
+            said = f"{1000 * law(times, exchange, before_first_bucket(case.parameters)):+.1f}"
+        lines.append(
+            (
+                row.variant,
+                case.times,
+                str(case.ranks),
+                f"{case.delay:g}",
+                str(case.window),
+                f"{case.parameters / 1e6:g}",
+                f"{1000 * Spread.of(stock.seconds).median:,.0f}",
+                _cost(row, rows).text(1, sign="+"),
+                said,
+            )
         )
-    _run_rank(arguments, delay)
+    columns = ["option", "times", "ranks", "delay, ms", "window", "M parameters"]
+    columns += ["stock, ms", "beside stock, ms", "by the law, ms"]
+    caption = "An optimizer step on the slowest rank: median [quartiles] over the rounds."
+    print_table(file, columns, lines, caption)
+    _print_exchanges(rows, file)
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
+def _print_exchanges(rows: Sequence[Row], file: Path) -> None:
+    """Print what one exchange takes, and what follows for 1,024 ranks."""
+    flags = _exchanges(rows, _FLAG)
+    lines = []
+    for (ranks, delay), row in _exchanges(rows, _ROWS).items():
+        flag = flags[ranks, delay]
+        processor = 1000 * Spread.of(row.more["processor"]).median
+        milliseconds = Spread.of([1000 * value for value in row.seconds])
+        milliseconds_of_flag = Spread.of([1000 * value for value in flag.seconds])
+        # Every other rank is one message more.
+        of_message = processor / max(1, ranks - 1)
+        lines.append(
+            (
+                str(ranks),
+                f"{delay:g}",
+                milliseconds.text(2),
+                milliseconds_of_flag.text(2),
+                f"{processor:.2f}",
+                f"{of_message:.3f}",
+                f"{of_message * (MANY - 1):,.0f}",
+            )
+        )
+    columns = ["ranks", "delay, ms", "rows, ms", "stock's flag, ms", "CPU ms of rows", "CPU ms per message"]
+    columns += [f"so of {MANY:,} ranks, CPU ms"]
+    print_table(file, columns, lines, f"One exchange that all ranks begin at once: median [quartiles] of {EXCHANGES}.")
 
 
-def _start_world(ranks: int, nodes: Network | None, arguments: argparse.Namespace, delay: float) -> None:
-    """Fork the ranks of a world, and wait for them. All die if one fails."""
-    # Forked, so that torch and Lightning are imported once, and not by every rank.
-    torch.multiprocessing.start_processes(
-        _forked, (ranks, _free_port(), nodes, arguments, delay), nprocs=ranks, start_method="fork"
-    )
-
-
-def _start(arguments: argparse.Namespace) -> None:
-    """Start a world for each delay and each number of ranks, one after the other."""
-    for delay in arguments.delays:
-        for ranks in arguments.ranks:
-            if delay == 0:
-                _start_world(ranks, None, arguments, delay)
-            else:
-                with network(ranks, None, delay) as nodes:
-                    _start_world(ranks, nodes, arguments, delay)
-
-
-def _load(files: Sequence[Path]) -> tuple[list[Result], list[Exchange]]:
-    results: list[Result] = []
-    exchanges: list[Exchange] = []
-    for file in files:
-        saved = json.loads(file.read_text())
-        results += [Result(**result) for result in saved["results"]]
-        exchanges += [Exchange(**exchange) for exchange in saved["exchanges"]]
-    return results, exchanges
-
-
-def _draw(files: Sequence[Path], folder: Path) -> None:
-    """Draw the cost over the ranks, and over the delay, of the smallest model with times that were drawn together."""
+def _draw(rows: Sequence[Row], folder: Path) -> None:
+    """Draw the cost over the ranks, and over the delay, of the smallest model."""
     import matplotlib as mpl  # noqa: PLC0415  # no dependency of the measurement
 
     mpl.use("svg")
     mpl.rcParams["svg.hashsalt"] = "growth"  # the same bytes from the same numbers
-    results, _ = _load(files)
-    smallest = min(result.parameters for result in results)
-    chosen = [result for result in results if result.parameters == smallest and result.stream == "together"]
-    _draw_costs(chosen, "ranks", "delay", folder / "growth_ranks.svg")
-    _draw_costs(chosen, "delay", "ranks", folder / "growth_delay.svg")
+    cases = [case for case in map(_of_case, rows) if case is not None]
+    smallest = min(case.parameters for case in cases)
+    points = []
+    for row in rows:
+        case = _of_case(row)
+        if case is not None and case.parameters == smallest and row.variant != STOCK:
+            points.append((case, row.variant, _cost(row, rows)))
+    _draw_costs(points, "ranks", "delay", folder / "growth_ranks.svg")
+    _draw_costs(points, "delay", "ranks", folder / "growth_delay.svg")
 
 
-def _draw_costs(results: Sequence[Result], across: str, panels: str, file: Path) -> None:
+def _draw_costs(points: Sequence[tuple[Case, str, Spread]], across: str, panels: str, file: Path) -> None:
     """Draw one panel for each value of the field `panels`; `across` is the field of the horizontal axis."""
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     values = []
-    for value in sorted({getattr(result, panels) for result in results}):
+    for value in sorted({getattr(case, panels) for case, _, _ in points}):
         # A panel with a single point shows no growth.
-        if len({getattr(result, across) for result in results if getattr(result, panels) == value}) > 1:
+        if len({getattr(case, across) for case, _, _ in points if getattr(case, panels) == value}) > 1:
             values.append(value)
     if not values:
         return
-    windows = sorted({result.window for result in results})
-    figure = Figure(figsize=(3.1 * len(values), 3.2), layout="constrained", facecolor="white")
+    kinds = sorted({(case.times, case.window) for case, _, _ in points})
+    figure = Figure(figsize=(max(5.2, 3.4 * len(values)), 3.6), layout="constrained", facecolor="white")
     axes = figure.subplots(1, len(values), sharey=True, squeeze=False)[0]
-    colors = {"GradAvg mean": "#2f6fb0", WEIGHTED: "#c8500a"}
-    markers = "osD^v"
+    colors = {"mean": "#2f6fb0", WEIGHTED: "#c8500a"}
+    markers = "osD^v<>ph"
     for axis, value in zip(axes, values, strict=True):
         axis.axhline(0, color="#7b8794", linewidth=1)
         for strategy, color in colors.items():
-            for number, window in enumerate(windows):
+            for number, kind in enumerate(kinds):
                 line = []
-                for result in results:
-                    if getattr(result, panels) == value and result.window == window:
-                        line.append((getattr(result, across), result.cost(strategy)))
+                for case, variant, cost in points:
+                    if variant == strategy and getattr(case, panels) == value and (case.times, case.window) == kind:
+                        line.append((getattr(case, across), cost))
                 line.sort()
-                positions = [position for position, _ in line]
                 medians = [cost.median for _, cost in line]
                 below = [cost.median - cost.low for _, cost in line]
                 above = [cost.high - cost.median for _, cost in line]
-                label = f"{strategy.removeprefix('GradAvg ')}, window of {window}"
+                times, window = kind
                 axis.errorbar(
-                    positions,
+                    [position for position, _ in line],
                     medians,
                     yerr=[below, above],
                     color=color,
-                    marker=markers[number % len(markers)],
+                    marker=markers[number],
                     markersize=4,
                     linewidth=1.2,
-                    alpha=1 - 0.25 * number,
+                    alpha=1 - 0.15 * number,
                     capsize=2,
-                    label=label,
+                    label=f"{strategy}, {times}, window of {window}",
                 )
         if panels == "delay":
             axis.set_title(f"delay {value:g} ms", fontsize=10)
         else:
             axis.set_title(f"{value} ranks", fontsize=10)
+        positions = sorted({getattr(case, across) for case, _, _ in points})
         if across == "ranks":
             axis.set_xscale("log", base=2)
-            ticks = sorted({result.ranks for result in results})
-            axis.set_xticks(ticks, [str(tick) for tick in ticks])
             axis.set_xlabel("ranks")
         else:
             axis.set_xscale("symlog", linthresh=1)
-            delays = sorted({result.delay for result in results})
-            axis.set_xticks(delays, [f"{tick:g}" for tick in delays])
             axis.set_xlabel("delay, ms")
+        axis.set_xticks(positions, [f"{position:g}" for position in positions])
     axes[0].set_ylabel("ms per step beside stock DDP")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     figure.savefig(file, metadata={"Date": None})
 
 
+def _start(arguments: argparse.Namespace) -> None:
+    """Start a world for each delay and each number of ranks, one after the other."""
+    begin_file(arguments.output)
+    for delay in arguments.delays:
+        for ranks in arguments.ranks:
+            if delay == 0:
+                start(_run_rank, ranks, arguments, delay)
+            else:
+                with network(ranks, None, delay) as nodes:
+                    start(_run_rank, ranks, arguments, delay, nodes=nodes)
+    print_growth(arguments.output)
+
+
+def _case(text: str) -> str:
+    """Return a case of the command line.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is none.
+    """
+    times, _, window = text.rpartition(":")
+    if times not in TIMES or not window.isdecimal() or int(window) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no case; give times and the micro-batches of a window, such as 'in turn:1'; times are"
+            f" {[*TIMES]}"
+        )
+    return text
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--ranks", type=int, nargs="+", default=[2, 4, 8, 16], help="sizes of the worlds, one after the other")
+    add("--ranks", type=int, nargs="+", default=[2, 8, 16], help="sizes of the worlds, one after the other")
     add("--delays", type=float, nargs="+", default=[0.0], metavar="MS", help="milliseconds that a packet takes")
-    add("--windows", type=int, nargs="+", default=[1, 4], help="micro-batches of an optimizer step")
-    add("--streams", nargs="*", choices=STREAMS, default=["together"], help="how times are drawn; none: exchanges only")
+    default = ["equal:1", "in turn:1", "crossed:1", "in turn:4"]
+    add("--cases", type=_case, nargs="*", default=default, help="TIMES:WINDOW; none: exchanges only")
     add("--parameters", type=float, nargs="+", default=[1e6], help="of the model")
-    add("--rounds", type=int, default=5)
-    add("--steps", type=int, default=8, help="timed optimizer steps of a round")
-    add("--seconds", type=float, default=0.03, help="median of a micro-batch")
-    add("--output", type=Path, default=Path("benchmarks/results/growth.json"), help="file to add the results to")
-    add("--draw", type=Path, nargs="+", metavar="FILE", help="draw the pictures from these files")
+    add("--rounds", type=int, default=3)
+    add("--steps", type=int, default=4, help="timed optimizer steps of a round")
+    add("--seconds", type=float, default=0.15, help="median of a micro-batch")
+    add("--output", type=Path, default=RESULTS / "growth.json", help="file to write (default: %(default)s)")
+    add("--table", type=Path, metavar="FILE", help="measure nothing, and print the tables of a file")
+    add("--draw", type=Path, metavar="FILE", help="measure nothing, and draw the pictures of a file")
     add("--images", type=Path, default=Path("docs/images"), help="folder of the pictures")
     parsed = parser.parse_args(arguments)
-    counts = [*parsed.ranks, *parsed.windows, parsed.rounds, parsed.steps]
-    if min(counts) < 1:
-        parser.error(f"--ranks, --windows, --rounds and --steps are 1 or more; got {min(counts)}")
+    if min(*parsed.ranks, parsed.rounds, parsed.steps) < 1:
+        parser.error(
+            f"--ranks, --rounds and --steps are 1 or more; got {min(*parsed.ranks, parsed.rounds, parsed.steps)}"
+        )
     if not all(math.isfinite(delay) and delay >= 0 for delay in parsed.delays):
         parser.error(f"--delays are 0 or more; got {parsed.delays}")
-    if max(parsed.delays) > 0 and not is_rank() and not parsed.draw:
+    if max(parsed.delays) > 0 and not is_rank() and not parsed.draw and not parsed.table:
         reason = obstacle("ip", "tc", "cc")
         if reason is not None:
             parser.error(f"--delays of more than 0: {reason}")
@@ -523,17 +514,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure as a rank, start the ranks, or draw."""
+    """Measure, or show what was measured."""
     parsed = _parse(arguments)
-    if parsed.draw:
-        _draw(parsed.draw, parsed.images)
-        return
-    if is_rank():
-        # The launcher made the network; the first delay is what the results say of it.
-        _run_rank(parsed, parsed.delays[0])
-        return
-    _start(parsed)
+    if parsed.table is not None:
+        print_growth(parsed.table)
+    elif parsed.draw is not None:
+        _draw(load(parsed.draw), parsed.images)
+    elif is_rank():
+        # The launcher made the network, of whose delay the rows know nothing.
+        run(_run_rank, parsed, print_growth)
+    else:
+        _start(parsed)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

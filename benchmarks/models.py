@@ -11,9 +11,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils.data import Dataset
 from typing_extensions import override
 
-__all__ = ["MODELS", "Measured", "Workload"]
+__all__ = ["MODELS", "Measured", "Samples", "Workload"]
 
 LEARNING_RATE = 1e-5
 """Small: the weights are to change in every step, and the losses to stay finite over thousands of them."""
@@ -26,8 +27,8 @@ class Workload:
     Attributes:
         title: What the report calls it.
         model: Builds the network; called with the same seed on every rank.
-        batch: Makes this rank's batch: the input and the target.
-        steps: Steps of a round, unless the command line says otherwise: about half a second on two slow cores.
+        batch: Makes the batch of a rank: the input and the target.
+        steps: Timed steps of a round, unless the command line says otherwise: less than a second on two slow cores.
     """
 
     title: str
@@ -41,38 +42,53 @@ class Measured(LightningModule):
 
     Args:
         network: Maps the input to logits, the classes in the last dimension.
-        weight: What the training step returns as its weight; None for none. If `varying`, it grows by 1 in each step.
+        weight: What the training step returns as its weight; None for none.
+        changing: Whether the weight grows by 1 in each step.
     """
 
-    def __init__(self, network: nn.Module, weight: float | Tensor | None = None) -> None:
+    def __init__(self, network: nn.Module, weight: float | Tensor | None = None, *, changing: bool = False) -> None:
         super().__init__()
         self.network = network
         self.weight = weight
-        self.varying = False
-
-    @override
-    def forward(self, inputs: Tensor) -> Tensor:
-        logits: Tensor = self.network(inputs)
-        return logits
-
-    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the mean cross entropy of a batch."""
-        inputs, target = batch
-        return nn.functional.cross_entropy(self.network(inputs).flatten(0, -2), target.flatten())
+        self.changing = changing
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-        loss = self.loss(batch)
+        inputs, target = batch
+        loss = nn.functional.cross_entropy(self.network(inputs).flatten(0, -2), target.flatten())
         if self.weight is None:
             return loss
         weight = self.weight
-        if self.varying:
+        if self.changing:
             weight = weight + batch_idx
         return {"loss": loss, "weight": weight}
 
     @override
     def configure_optimizers(self) -> SGD:
         return SGD(self.parameters(), lr=LEARNING_RATE)
+
+
+class Samples(Dataset[tuple[Tensor, ...]]):
+    """The samples of a few batches, over and over again.
+
+    Args:
+        batch: Makes a batch.
+        batches: How many are made.
+        length: How many samples there are.
+    """
+
+    def __init__(self, batch: Callable[[], tuple[Tensor, Tensor]], batches: int, length: int) -> None:
+        made = [batch() for _ in range(batches)]
+        self._samples: list[tuple[Tensor, ...]] = []
+        for inputs, targets in made:
+            self._samples.extend(zip(inputs, targets, strict=True))
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return self._samples[index % len(self._samples)]
 
 
 class _ResidualLinear(nn.Module):
@@ -165,9 +181,9 @@ def _tokens() -> tuple[Tensor, Tensor]:
 MODELS: Mapping[str, Workload] = MappingProxyType(
     {
         # So small that a step shows what each variant costs beside the model.
-        "layer": Workload("one small layer", _layer, _layer_batch, 400),
-        "mlp": Workload("MLP, 64 small layers", _mlp, _mlp_batch, 30),
-        "resnet18": Workload("ResNet-18, CIFAR stem, batch 2", _resnet18, _resnet_batch, 6),
+        "layer": Workload("one small layer", _layer, _layer_batch, 150),
+        "mlp": Workload("MLP, 64 small layers", _mlp, _mlp_batch, 20),
+        "resnet18": Workload("ResNet-18, CIFAR stem, batch 2", _resnet18, _resnet_batch, 4),
         "transformer": Workload("Transformer, 32 tokens", _LanguageModel, _tokens, 3),
     }
 )

@@ -1,29 +1,31 @@
-"""What the measured rounds say: one table per model, and the files that keep it."""
+"""What a benchmark found: a file of rows, the table that is printed of it, and the ratios that are compared."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import shlex
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import lightning
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.plain import BASELINE
-from benchmarks.trained import LIGHTNING
+import lightning_gradavg
 
-__all__ = ["Measurements", "Spread", "print_report", "save_report"]
+__all__ = ["RESULTS", "STOCK", "Row", "Spread", "begin_file", "load", "print_table", "save"]
 
-WIDTH = 160
+RESULTS = Path("benchmarks/results")
+"""The folder of the files, which git ignores."""
+
+STOCK = "stock"
+"""The variant that all others are compared with: Lightning's own strategy."""
 
 
 class Spread(NamedTuple):
@@ -40,116 +42,102 @@ class Spread(NamedTuple):
             return cls(values[0], values[0], values[0])
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
 
-    @classmethod
-    def of_ratios(cls, values: Sequence[float], baseline: Sequence[float]) -> Spread:
-        """Return the spread of the ratios to a baseline, round by round."""
-        return cls.of([value / base for value, base in zip(values, baseline, strict=True)])
+    def text(self, digits: int, *, sign: str = "") -> str:
+        """Return the cell of a table: median [quartiles]."""
+        form = f"{sign},.{digits}f"
+        return f"{self.median:{form}} [{self.low:{form}}, {self.high:{form}}]"
 
 
-@dataclass
-class Measurements:
-    """The rounds of one model.
+@dataclass(frozen=True)
+class Row:
+    """What one variant took in one case.
 
     Attributes:
-        model: Its name.
-        title: Its description.
-        gradient_bytes: Size of all gradients in memory.
-        world_size: Number of ranks.
-        nodes: Number of nodes.
-        device: `cpu` or `cuda`.
-        steps: Timed steps of a round.
-        order: All variants, in the order of the table.
-        seconds: Of each variant, the seconds of a step on the slower rank, one per round.
-        processor: Likewise the processor seconds.
-        sent: Likewise the bytes that a node's interface sent.
-        in_lightning: The variants that Lightning's Trainer ran.
+        case: What all variants that are compared with each other share, such as the ranks and the model.
+        variant: The name of the variant.
+        seconds: On the slowest rank, one number per round.
+        more: Further numbers, by name: one per round each, or what the benchmark says.
     """
 
-    model: str
-    title: str
-    gradient_bytes: int
-    world_size: int
-    nodes: int
-    device: str
-    steps: int
-    order: list[str]
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    processor: dict[str, list[float]] = field(default_factory=dict)
-    sent: dict[str, list[float]] = field(default_factory=dict)
-    in_lightning: list[str] = field(default_factory=list)
+    case: dict[str, Any]
+    variant: str
+    seconds: list[float]
+    more: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def names(self) -> list[str]:
-        """The variants that were measured, in the order of the table."""
-        return [name for name in self.order if name in self.seconds]
-
-    def add(self, name: str, seconds: float, processor: float, sent: float) -> None:
-        """Append a round of one variant."""
-        self.seconds.setdefault(name, []).append(seconds)
-        self.processor.setdefault(name, []).append(processor)
-        self.sent.setdefault(name, []).append(sent)
-
-    def ratios(self, name: str, to: str) -> Spread | None:
-        """Return a variant's time relative to another's, round by round; None if the other was not measured."""
-        if to not in self.seconds:
-            return None
-        return Spread.of_ratios(self.seconds[name], self.seconds[to])
+    def ratio(self, rows: Iterable[Row], to: str = STOCK) -> Spread | None:
+        """Return the time relative to another variant's, round by round; None if that one was not measured."""
+        for row in rows:
+            if row.variant == to and row.case == self.case:
+                return Spread.of([ours / theirs for ours, theirs in zip(self.seconds, row.seconds, strict=True)])
+        return None
 
 
-def _milliseconds(seconds: Sequence[float]) -> str:
-    """Return the cell of times."""
-    spread = Spread.of([1e3 * value for value in seconds])
-    return f"{spread.median:.1f} [{spread.low:.1f}, {spread.high:.1f}]"
-
-
-def _ratio(spread: Spread | None) -> str:
-    """Return the cell of a ratio."""
-    if spread is None:
-        return "-"
-    return f"{spread.median:.3f} [{spread.low:.3f}, {spread.high:.3f}]"
-
-
-def _table(results: Measurements) -> Table:
-    rounds = max((len(seconds) for seconds in results.seconds.values()), default=0)
-    table = Table(
-        title=f"{results.title}: {results.gradient_bytes / 1e6:.1f} MB of gradients, {results.world_size} ranks on"
-        f" {results.nodes} nodes ({results.device}), {rounds} rounds of {results.steps} steps",
-        caption="median [quartiles] over the rounds; times of the slower rank",
-    )
-    table.add_column("variant", no_wrap=True)
-    for column in ("ms", f"of {BASELINE}", "of Lightning", "CPU ms", "sent MB"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for name in results.names:
-        # What Lightning does beside reducing is no part of the variants that it does not run.
-        to_lightning = results.ratios(name, LIGHTNING) if name in results.in_lightning else None
-        table.add_row(
-            name,
-            _milliseconds(results.seconds[name]),
-            _ratio(results.ratios(name, BASELINE)),
-            _ratio(to_lightning),
-            _milliseconds(results.processor[name]),
-            f"{statistics.median(results.sent[name]) / 1e6:.2f}",
-        )
-    return table
-
-
-def print_report(results: Measurements) -> None:
-    """Print the table of one model."""
-    Console(width=WIDTH, markup=False).print(_table(results))
-
-
-def save_report(results: Sequence[Measurements], output: Path) -> None:
-    """Write the rounds of each model as JSON."""
-    output.parent.mkdir(parents=True, exist_ok=True)
+def begin_file(file: Path) -> None:
+    """Write a file without rows, which says when, where and by which command it is filled."""
     about = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "torch": torch.__version__,
-        "lightning": lightning.__version__,
-        "python": platform.python_version(),
-        "command": sys.argv[1:],
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "models": [asdict(measurements) for measurements in results],
+        "command": _command(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
+        "hardware": f"{os.cpu_count()} cores of {_processor()}",
+        "load": os.getloadavg()[0],  # a figure of a busy machine is worthless, and this tells
+        "versions": (
+            f"lightning_gradavg {lightning_gradavg.__version__}, torch {torch.__version__},"
+            f" lightning {lightning.__version__}, Python {platform.python_version()}"
+        ),
     }
-    output.write_text(json.dumps(about, indent=1) + "\n")
-    Console(width=WIDTH, markup=False).print(f"saved {output}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"about": about, "rows": []}) + "\n")
+
+
+def _command() -> str:
+    """Return the command that runs, as one types it."""
+    module = sys.modules["__main__"].__spec__
+    name = "benchmarks"
+    if module is not None:
+        name = module.name
+    return f"python -m {name} {shlex.join(sys.argv[1:])}".rstrip()
+
+
+def _processor() -> str:
+    """Return the name of the processor, which `platform` does not know on Linux."""
+    listed = Path("/proc/cpuinfo")
+    if listed.exists():
+        for line in listed.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def save(file: Path, rows: Sequence[Row]) -> None:
+    """Add rows to a file; after each case, so that an interrupt loses no more than one."""
+    saved = json.loads(file.read_text())
+    # Only a rank asks: to ask for the name begins CUDA, and ranks may be forks of the process that began the file.
+    if torch.cuda.is_initialized():
+        saved["about"]["hardware"] += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    saved["rows"] += [asdict(row) for row in rows]
+    file.write_text(json.dumps(saved) + "\n")
+
+
+def load(file: Path) -> list[Row]:
+    """Return the rows of a file."""
+    return [Row(**row) for row in json.loads(file.read_text())["rows"]]
+
+
+def print_table(file: Path, columns: Sequence[str], lines: Sequence[Sequence[str]], caption: str) -> None:
+    """Print a table as Markdown, which documentation takes over, and below it what its file is about.
+
+    Args:
+        file: The file of the rows.
+        columns: The titles. The first two columns hold words, all others numbers.
+        lines: The cells.
+        caption: What the numbers are.
+    """
+    about = json.loads(file.read_text())["about"]
+    texts = [[*columns], *([*line] for line in lines)]
+    widths = [max(len(line[number]) for line in texts) for number in range(len(columns))]
+    rule = ["-" * width for width in widths]
+    for line in (texts[0], rule, *texts[1:]):
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        sys.stdout.write(f"| {' | '.join(cells)} |\n")
+    sys.stdout.write(f"\n{caption} {about['hardware']}; load {about['load']:.1f} when it began. {about['versions']}.\n")
+    sys.stdout.write(f"{about['date']}, {file}\n\n    $ {about['command']}\n\n")
+    sys.stdout.flush()

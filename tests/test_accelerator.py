@@ -302,7 +302,7 @@ PATHS: Mapping[str, Path] = {
     "weight 0 that only the device knows": Path(fit, WEIGHTED, partial(odd, weight=0, factor=math.nan), waits=2),
     # After the batches 1, 2 and 4 of 6 the ranks compare their parameters.
     "manual optimization": Path(fit, WEIGHTED, manual, waits=1.5),
-    "static_graph": Path(fit, {**WEIGHTED, "static_graph": True}, waits=1),
+    "static_graph": Path(fit, {"static_graph": True}, waits=0),
     "gradient_as_bucket_view": Path(fit, {**WEIGHTED, "gradient_as_bucket_view": True}, weighed, waits=2),
     "bf16-true": Path(fit, WEIGHTED, weighed, trainer={"precision": "bf16-true"}, waits=2, tolerance=2e-2),
     **{
@@ -402,6 +402,14 @@ def run_beside_the_cpu(body: Callable[[str], Found], name: str, pools: Worlds, w
 def test_a_path_equals_that_on_the_cpu_and_waits_as_stated(name: str, sim_world: Worlds, world: Worlds) -> None:
     for counted in run_beside_the_cpu(on_sim, name, sim_world, world):
         assert PATHS[name].waits in (None, counted.get("waits"))
+
+
+@pytest.mark.parametrize("name", [name for name in PATHS if STREAMS_OR_KERNELS.search(name)])
+def test_a_path_that_only_a_gpu_can_judge_runs_on_the_cpu(name: str, world: Worlds) -> None:
+    """Nobody may have a GPU for months: what `make gpu` runs must not be refused meanwhile."""
+    for outcome, _ in world(2).run(on_the_cpu, name):
+        assert STEPS <= len(outcome)
+        assert all(gradient.isfinite().all() for gradient in outcome)
 
 
 def rows_beside_the_model() -> tuple[list[list[float]], int, int]:

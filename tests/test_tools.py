@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import io
-import json
 import os
-import random
 import re
-import sys
 import threading
-from contextlib import closing, nullcontext, redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest import mock
 
@@ -21,11 +20,11 @@ from mutations.__main__ import ROOT, mutations
 from ranks import RankError, RankPool
 from structure import ROOT as PACKAGE
 
-from benchmarks import growth, host_read, loading, parts, step
-from benchmarks.block import WARMUP
-from benchmarks.models import MODELS, Measured
+from benchmarks import check, epoch, gpu, growth, step
+from benchmarks.models import MODELS
+from benchmarks.report import STOCK, Row, begin_file, load, save
+from benchmarks.variants import VARIANTS
 from benchmarks.world import World
-from lightning_gradavg.batches.progress import TrainingIterator
 from lightning_gradavg.reduction.rows import RowExchange
 
 
@@ -92,150 +91,173 @@ def world_of_torchrun() -> World:
     return World(torch.device("cpu"), size)
 
 
-def measure(*arguments: str) -> None:
-    """Body: be a rank of the benchmark, in the process group that is there."""
-    with mock.patch.object(step, "joined", return_value=nullcontext(world_of_torchrun())):
-        step.main(arguments)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the bytes are counted by Linux")
-def test_the_benchmark_of_a_step_saves_its_numbers(world, tmp_path):
-    names, output = ["DDP", "GradAvg weighted_mean"], tmp_path / "found.json"
-    options = ["--models", "mlp", "--rounds", "1", "--steps", "1", "--output", str(output), "--only", *names]
-    world(2).run(measure, *options)
-    (model,) = json.loads(output.read_text())["models"]
-    assert (2, names) == (model["world_size"], sorted(model["seconds"]))
-    # Half of a ring's traffic leaves each of two ranks, and both share the interface.
-    assert model["sent"]["DDP"][0] > model["gradient_bytes"]
-
-
-def measure_growth(*arguments: str) -> None:
-    """Body: be a rank of the benchmark, in the process group that is there."""
+def run_benchmark(name: str, *arguments: str) -> str:
+    """Body: be a rank of a benchmark, in the process group that is there; return what it prints."""
+    benchmark = importlib.import_module(f"benchmarks.{name}")
     with (
-        mock.patch.object(growth, "joined", return_value=nullcontext(world_of_torchrun())),
-        redirect_stdout(io.StringIO()),
+        mock.patch.object(benchmark, "joined", return_value=nullcontext(world_of_torchrun())),
+        redirect_stdout(io.StringIO()) as printed,
+        redirect_stderr(io.StringIO()),
     ):
-        growth.main(arguments)
+        benchmark.main(arguments)
+    return printed.getvalue()
 
 
-def test_the_benchmark_of_growth_saves_and_draws_its_numbers(world, tmp_path):
-    output = tmp_path / "found.json"
-    options = ["--rounds=2", "--steps=1", "--windows", "1", "2", "--parameters=80", "--seconds=0.001"]
-    world(2).run(measure_growth, *options, f"--output={output}")
-    saved = json.loads(output.read_text())
-    assert [(2, 1), (2, 2)] == [(result["ranks"], result["window"]) for result in saved["results"]]
-    for result in saved["results"]:
-        assert dict.fromkeys(growth.STRATEGIES, 2) == {name: len(of) for name, of in result["milliseconds"].items()}
-    (exchange,) = saved["exchanges"]
-    assert min(*exchange["totals"], *exchange["flag"]) > 0
-    for name in ("ranks", "delay"):
-        # What another world would have saved, so that there is something to compare with.
-        more = [{**result, name: 4} for result in saved["results"]]
-        saved["results"] += more
-    output.write_text(json.dumps(saved))
-    growth.main(["--draw", str(output), f"--images={tmp_path}"])
-    assert ["growth_delay.svg", "growth_ranks.svg"] == sorted(path.name for path in tmp_path.glob("*.svg"))
+SMALL_EPOCH = ["--batch=4", "--batches=2", "--rounds=1", "--milliseconds=0.1", "--compute=0.1"]
+BENCHMARKS = {
+    "step": (["--models", "layer", "--rounds=1", "--steps=1"], list(VARIANTS)),
+    "epoch": ([*SMALL_EPOCH, "--workers", "0", "2"], 2 * list(epoch.STRATEGIES)),
+    "growth": (
+        ["--rounds=1", "--steps=1", "--cases", "crossed:1", "equal:2", "--parameters=80", "--seconds=0.001"],
+        ["exchange of rows", "stock's flag", *growth.STRATEGIES, *growth.STRATEGIES],
+    ),
+    "gpu": (
+        ["--models", "mlp", "--rounds=1", "--steps=1", f"--epoch={' '.join(SMALL_EPOCH)} --workers 0"],
+        list(gpu.READS),
+    ),
+}
+"""Of each benchmark, options for small worlds, and the variants of the rows that it saves."""
 
 
-def test_times_of_growth_are_drawn_as_their_streams_say():
-    drawn = {name: growth.draw_times(name, 0.3, 50, random.Random(0)) for name in growth.STREAMS}
-    assert all(times == pytest.approx((0.1, 0.2)) for times in drawn["equal"])
-    assert len(set(drawn["together"])) == 50
-    assert all(times.backward == pytest.approx(2 * times.forward) for times in drawn["together"])
-    assert not any(times.backward == pytest.approx(2 * times.forward) for times in drawn["independent"])
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_saves_its_rows_and_prints_them(world, tmp_path, name):
+    options, variants = BENCHMARKS[name]
+    file = tmp_path / "found.json"
+    printed, nothing = world(2).run(run_benchmark, name, *options, f"--output={file}")
+    assert nothing == ""
+    rows = load(file)
+    assert variants == [row.variant for row in rows]
+    assert all(min(row.seconds) > 0 and row.case["ranks"] == 2 for row in rows)
+    for text in (*variants, f"torch {torch.__version__}", f"found.json{chr(10)}", "    $ python -m"):
+        assert name == "growth" or text in printed
+    if name == "epoch":
+        # By hand, 2 batches of 4 for each of 2 ranks, and 4 samples of validation. In the first batch of a run, what is
+        # split loads one sample twice more, and under a preset rank 0 loads the whole batch of 8.
+        split = [22, 14]
+        first = [[12, 12], [12, 12], split, split, split]
+        assert 2 * first == [row.more["loaded"][0] for row in rows]
+        assert 10 * [[12, 12]] == [row.more["loaded"][-1] for row in rows]
+        assert all(sum(row.more["parts"][0]) == pytest.approx(row.seconds[0], rel=0.5) for row in rows)
 
 
-def reads_under(name: str) -> tuple[int, list[torch.Tensor]]:
-    """Body: train two steps under a variant; return how often the host read rows, and the parameters."""
-    torch.manual_seed(0)
-    module = Measured(MODELS["mlp"].model())
+def test_pictures_are_drawn_of_saved_rows(tmp_path):
+    parts = [0.1] * len(epoch.PARTS)
+    rows = []
+    for name in epoch.STRATEGIES:
+        rows.append(Row({"ranks": 2, "workers": 0}, name, [0.6], {"parts": [parts]}))
+    epochs = file_of(tmp_path / "epoch.json", rows)
+    epoch.main([f"--draw={epochs}", f"--image={tmp_path / 'epoch.svg'}"])
+    rows = []
+    for ranks, delay in ((2, 0.0), (4, 0.0), (2, 1.0)):
+        for name in growth.STRATEGIES:
+            case = growth.Case(ranks, delay, 80, 1, "equal")
+            rows.append(Row(case._asdict(), name, [0.1, 0.2]))
+    growth.main([f"--draw={file_of(tmp_path / 'growth.json', rows)}", f"--images={tmp_path}"])
+    drawn = sorted(path.name for path in tmp_path.glob("*.svg"))
+    assert ["epoch.svg", "growth_delay.svg", "growth_ranks.svg"] == drawn
+
+
+def file_of(file: Path, rows: list[Row]) -> Path:
+    """Return a file that holds rows."""
+    begin_file(file)
+    save(file, rows)
+    return file
+
+
+def test_times_of_growth_are_drawn_as_they_say():
+    fast = (0.1, 0.2)
+    drawn = {}
+    for times in growth.TIMES:
+        drawn[times] = [growth.draw_times(times, 0.3, 4, rank, 2) for rank in range(2)]
+    for rank, first in ((0, (0.2, 0.4)), (1, fast)):
+        second = fast if rank == 0 else (0.2, 0.4)
+        assert [pytest.approx(fast)] * 4 == drawn["equal"][rank]
+        assert 2 * [pytest.approx(first), pytest.approx(second)] == drawn["in turn"][rank]
+    assert 2 * [pytest.approx((0.2, 0.2)), pytest.approx((0.1, 0.4))] == drawn["crossed"][0]
+    assert 2 * [pytest.approx((0.1, 0.4)), pytest.approx((0.2, 0.2))] == drawn["crossed"][1]
+    assert all(time.backward == pytest.approx(2 * time.forward) for time in drawn["together"][1])
+    assert 8 == len({*drawn["together"][0], *drawn["together"][1]})
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        # Rank 1 is the slowest throughout: stock takes 9, and the rule, too.
+        ([(1, 2), (3, 6)], 0),
+        # Stock takes 5. The rows are there at 3.5, where rank 1 has half of its backward of 4 to go.
+        ([(3, 2), (1, 4)], 0.5),
+        # The backward before the first bucket, 1, hides half a second of the exchange.
+        ([(1, 2), (1, 2)], 0),
+        ([(1, 0.4), (1, 0.4)], 0.3),
+    ],
+)
+def test_the_law_of_growth(times, expected):
+    of_ranks = [[growth.MicroBatchTime(forward, backward)] for forward, backward in times]
+    assert pytest.approx(expected) == growth.law(of_ranks, exchange=0.5, before=0.5)
+
+
+def test_the_first_bucket_of_growth_is_full_at_1_mebibyte():
+    # By hand: the last layer of a million parameters has 1.6 MB; of 400,000, 0.64 MB, and each other layer 0.137 MB.
+    assert (1 / 8, 4 / 8, 1) == tuple(growth.before_first_bucket(parameters) for parameters in (1_000_000, 400_000, 80))
+
+
+def reads_under(*, reads_once: bool) -> tuple[int, list[torch.Tensor]]:
+    """Body: train under `weighted_mean`; return how often the host read rows, and the parameters."""
+    setting = step.setting_of("mlp", world_of_torchrun(), steps=2)
     read = RowExchange.read
     with mock.patch.object(RowExchange, "read", autospec=True, side_effect=read) as counted:
-        world = world_of_torchrun()
-        seconds = host_read.seconds_of(host_read.VARIANTS[name], module, MODELS["mlp"].batch(), 2, world)
-    assert seconds > 0
-    return counted.call_count, [parameter.detach() for parameter in module.parameters()]
+        around = gpu.one_read() if reads_once else nullcontext()
+        step.measure(VARIANTS["weighted_mean"], setting, around)
+    return counted.call_count, [parameter.detach() for parameter in setting.module.parameters()]
 
 
-def test_the_benchmark_of_host_reads_leaves_out_all_but_the_first(world):
-    """The switch of the benchmark changes how often the host reads rows, and no parameter. One read is for u."""
-    steps = WARMUP + 2 + 1
-    found = {name: world(2).run(reads_under, name) for name in host_read.VARIANTS}
-    expected = dict(zip(host_read.VARIANTS, (0, 2, steps + 1, steps + 1), strict=True))
-    assert expected == {name: reads for name, ((reads, _), _) in found.items()}
-    assert expected == {name: reads for name, (_, (reads, _)) in found.items()}
-    _, (_, unread), (_, as_it_is), (_, on_device) = (of_ranks[0] for of_ranks in found.values())
-    assert all(map(torch.equal, unread, as_it_is))
-    assert all(map(torch.equal, on_device, as_it_is))
-
-
-def table_of_reads(*arguments: str) -> str:
-    """Body: be a rank of the benchmark of host reads, in the process group that is there; return what it prints."""
-    with (
-        mock.patch.object(host_read, "joined", return_value=nullcontext(world_of_torchrun())),
-        redirect_stdout(io.StringIO()) as printed,
+def test_the_switch_of_the_benchmark_of_gpus_reads_the_first_rows_alone(world):
+    """It changes how often the host reads rows, and no parameter. One read is for u."""
+    steps = step.WARM_UP + 2 + 1
+    for (reads, as_it_is), (reads_once, unread) in zip(
+        world(2).run(reads_under, reads_once=False), world(2).run(reads_under, reads_once=True), strict=True
     ):
-        host_read.main(arguments)
-    return printed.getvalue()
+        assert (steps + 1, 2) == (reads, reads_once)
+        assert all(map(torch.equal, as_it_is, unread))
 
 
-def test_the_benchmark_of_host_reads_prints_a_table(world):
-    table, nothing = world(2).run(table_of_reads, "--models", "mlp", "--rounds", "1", "--steps", "1")
-    assert nothing == ""
-    assert f"host reads: CPU, torch {torch.__version__}" in table
-    assert [name for name in host_read.VARIANTS if f" {name} " not in table] == []
+def test_every_row_of_a_step_and_of_an_epoch_has_a_bound():
+    for model in MODELS:
+        for name in [*VARIANTS][1:]:
+            assert 0.9 < check.bound_of("step", model, name).ratio < 2
+    for name in [*epoch.STRATEGIES][1:]:
+        assert check.bound_of("epoch", "0 workers", name) == check.bound_of("epoch", "4 workers", name)
 
 
-def table_of_parts(*arguments: str) -> str:
-    """Body: be a rank of the benchmark of parts, in the process group that is there; return what it prints.
+def measured(ratio: float, counts: list[int]) -> Callable[[Sequence[str], int], list[Row]]:
+    """Return what measures rows of that ratio to stock, but for the noise of a first round."""
 
-    It fails if a function of the package stays replaced.
-    """
-    sound = TrainingIterator.__next__
-    with (
-        mock.patch.object(parts, "joined", return_value=nullcontext(world_of_torchrun())),
-        redirect_stdout(io.StringIO()) as printed,
-    ):
-        parts.main(arguments)
-    assert sound is TrainingIterator.__next__
-    return printed.getvalue()
+    def measure(names: Sequence[str], rounds: int) -> list[Row]:
+        counts.append(rounds)
+        rows = [Row({}, STOCK, [2.0] * rounds)]
+        for name in names[1:]:
+            rows.append(Row({}, name, [5.0, *[2 * ratio] * (rounds - 1)]))
+        return rows
+
+    return measure
 
 
-def test_the_benchmark_of_parts_times_every_part(world):
-    """Every row has a time under the strategy that runs all of them."""
-    table, nothing = world(2).run(table_of_parts, "--models", "layer", "--steps", "2")
-    assert nothing == ""
-    rows = {line.split("│")[1].strip(): line.split("│")[-2].strip() for line in table.splitlines() if "│" in line}
-    assert ["step", *(row.strip() for row in parts.PARTS)] == list(rows)
-    assert [] == [row for row, milliseconds in rows.items() if milliseconds == "-"]
-
-
-def table_of_loading(*arguments: str) -> str:
-    """Body: be a rank of the benchmark of loading, in the process group that is there; return what it prints."""
-    with (
-        mock.patch.object(loading, "joined", return_value=nullcontext(world_of_torchrun())),
-        redirect_stdout(io.StringIO()) as printed,
-    ):
-        loading.main(arguments)
-    return printed.getvalue()
-
-
-def test_the_benchmark_of_loading_counts_the_samples_of_each_rank(world):
-    """By hand, 2 batches of 8 on 2 ranks: 8 samples each.
-
-    In the first batch, all but stock load one twice more, and under a preset rank 0 loads the whole batch.
-    """
-    options = ["--workers", "0", "2", "--batch", "8", "--batches", "2", "--rounds", "1", "--milliseconds", "0.1"]
-    table, nothing = world(2).run(table_of_loading, *options)
-    assert nothing == ""
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if "│" in line]
-    compared, collated = "10 10", "18 10"
-    first = ("8 8", compared, collated, collated, compared, collated)
-    expected = []
-    for workers in ("0", "2"):
-        for name, loaded in zip(loading.STRATEGIES, first, strict=True):
-            expected.append((workers, name, loaded, "8 8"))
-    assert expected == [(row[0], row[1], row[-2], row[-1]) for row in rows]
+def test_a_regression_of_a_tenth_fails_in_each_row_and_noise_does_not(tmp_path):
+    for bound in check.BOUNDS:
+        for where in bound.where:
+            for factor, rounds, fails in ((1.0, 1, False), (1.1, 2, True)):
+                counts: list[int] = []
+                names = list(bound.variants)
+                found = check._find(bound.benchmark, where, names, measured(factor * bound.ratio, counts))
+                assert names == [finding.variant for finding in found]
+                assert all(fails == check.fails(finding.ratios, bound) for finding in found)
+                assert rounds == len(counts) or bound.benchmark == "epoch"
+    case = {"benchmark": "step", "where": "mlp"}
+    good = Row(case, "mean", [1.0, 1.01, 0.99])
+    with redirect_stdout(io.StringIO()):
+        check.main([f"--table={file_of(tmp_path / 'good.json', [good])}"])
+        with pytest.raises(SystemExit, match="step of mlp under sum"):
+            check.main([f"--table={file_of(tmp_path / 'bad.json', [good, Row(case, 'sum', [1.1, 1.1, 1.0])])}"])
 
 
 OF_NAMEDTUPLE: set[str] = set()  # `_replace` and the like are documented, in spite of the underscore
