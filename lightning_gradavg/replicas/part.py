@@ -244,16 +244,6 @@ class Replicas(OneForward):
             if isinstance(metric, Metric) and metric.process_group is None:
                 self._replacements.enter_context(gathers_lists(metric, run.world, _refuse_within_piece))
 
-    def describe(self) -> str:
-        """Return the start line's words about the run to reproduce, and its replicas."""
-        text = ""
-        if self._options.preset is not None:
-            text += f"; equivalent to {self._options.preset}"
-        replicas = self._options.shaping_replicas(self.run.world.size)
-        if replicas is not None:
-            text += f"; {replicas} replicas"
-        return text
-
     def teardown(self) -> None:
         """Restore the module's log, its metrics and batch norm."""
         count_rows(counted=True)
