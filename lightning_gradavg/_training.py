@@ -22,7 +22,6 @@ from lightning_gradavg._lightning.launch import Registered, require_one_run
 from lightning_gradavg._lightning.part import Part, Run
 from lightning_gradavg._support.collectives import World
 from lightning_gradavg._support.running import Forward, running
-from lightning_gradavg._support.text import plural
 from lightning_gradavg.batches.chunks import Pieces
 from lightning_gradavg.batches.part import Batches
 from lightning_gradavg.faults.collectives import Collectives
@@ -153,18 +152,6 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
     def _process_training_loader(self, loader: object) -> object:
         """Return what is read instead of a training loader. A collective operation."""
         return self._batches.process_dataloader(loader)
-
-    def _windows_in_words(self) -> str:
-        """Return the start line's words about accumulation. Ask when training begins: batches are not known before."""
-        loop = self._run.loop
-        text = f"{plural(loop.accumulation, 'micro-batch')} per optimizer step"
-        length = loop.short_last_window
-        if length > 0:
-            text += (
-                f" (the last window of an epoch has {length} and is averaged over {length};"
-                f" stock Lightning divides by {loop.accumulation})"
-            )
-        return text
 
     def on_train_start(self) -> None:
         """Begin with the training loaders, which are known now."""

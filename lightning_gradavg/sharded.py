@@ -26,7 +26,8 @@ from lightning_gradavg.reduction.guard import BypassGuard
 from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.reduction.sharded import ShardedGradients, sharded_rule
 from lightning_gradavg.reduction.uncounted import note_exchange
-from lightning_gradavg.rules import RULES, explained
+from lightning_gradavg.report.start_line import StartFacts, normalizes_by_rank, start_line
+from lightning_gradavg.rules import RULES
 
 __all__ = ["GradAvgModelParallelStrategy"]
 
@@ -82,12 +83,19 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         rank_zero_info(self._start_line())
 
     def _start_line(self) -> str:
-        rule, mesh = self._reduction.rule, self.device_mesh
-        return (
-            f"{type(self).__name__}: reduction={rule.name!r}, {explained(rule)};"
-            f" {mesh['data_parallel'].size()} data-parallel x {mesh['tensor_parallel'].size()} tensor-parallel"
-            f" ranks ({dist.get_backend()}); {self._windows_in_words()}"
+        run, mesh = self._run, self.device_mesh
+        ranks = mesh["data_parallel"].size()
+        copies = mesh["tensor_parallel"].size()
+        facts = StartFacts(
+            strategy=type(self).__name__,
+            rule=self._reduction.rule,
+            ranks=ranks,
+            place=f"{ranks} data-parallel x {copies} tensor-parallel ranks ({dist.get_backend()})",
+            window=run.loop.accumulation,
+            last_window=run.loop.short_last_window,
+            normalizes_by_rank=normalizes_by_rank(run.module),
         )
+        return start_line(facts)
 
     def facts(self) -> StrategyFacts:
         """Return what determines the mathematics of a run in training."""

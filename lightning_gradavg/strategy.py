@@ -48,9 +48,10 @@ from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.replicas.part import OneForward, Replicas, Step
 from lightning_gradavg.report.part import Reports
 from lightning_gradavg.report.report import StepReport
+from lightning_gradavg.report.start_line import StartFacts, normalizes_by_rank, start_line
 from lightning_gradavg.reproducible.engine import ReplicaGradients
 from lightning_gradavg.reproducible.part import FixedArithmetic
-from lightning_gradavg.rules import RULES, explained
+from lightning_gradavg.rules import RULES
 
 __all__ = ["GradAvgStrategy"]
 
@@ -443,17 +444,24 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
                 logger.log_hyperparams(hyperparams)
 
     def _start_line(self) -> str:
-        run = self._run
-        rule = self._options.rule
-        global_batch = "global batch of unknown size"
-        if self.global_batch_size is not None:
-            global_batch = f"global batch of {plural(self.global_batch_size, 'sample')}"
-        of_parts = "".join(part.describe() for part in self._parts)
-        return (
-            f"GradAvgStrategy: reduction={rule.name!r}, {explained(rule)};"
-            f" {plural(len(run.places), 'rank')} on {plural(run.num_nodes, 'node')} ({dist.get_backend()});"
-            f" {global_batch}; {self._windows_in_words()}{of_parts}"
+        run, options = self._run, self._options
+        ranks = len(run.places)
+        replicas = options.shaping_replicas(ranks)
+        facts = StartFacts(
+            strategy="GradAvgStrategy",
+            rule=options.rule,
+            ranks=ranks,
+            place=f"{plural(ranks, 'rank')} on {plural(run.num_nodes, 'node')} ({dist.get_backend()})",
+            global_batch=self.global_batch_size,
+            loader_batch=self._rates.loader_batch_size,
+            window=run.loop.accumulation,
+            last_window=run.loop.short_last_window,
+            splits=options.split_batches,
+            replicas=replicas,
+            cuts_in_pieces=options.max_device_batch_size is not None,
+            normalizes_by_rank=not options.one_device and replicas is None and normalizes_by_rank(run.module),
         )
+        return start_line(facts, [part.describe() for part in self._parts])
 
     @override
     def _begin_batch(self, batch: object) -> None:

@@ -87,6 +87,10 @@ def mean_loss(module: Any, batch: Any) -> Tensor:
     return module.net(batch).mean()
 
 
+def misspelt(module: Any, batch: Any) -> dict[str, Any]:
+    return {"loss": module.net(batch["x"]).mean(), "wieght": 3}
+
+
 def by_hand(step: Callable[[Any, Any, Any], Any], start: Any = 1.0) -> Callable[[], Stepped]:
     """Return what makes a module that is optimized by hand: `step` gets its optimizer, too."""
     return partial(
@@ -378,6 +382,10 @@ EPOCHS: Any = {"max_epochs": 2}
 CLIPPED = (("norm", [-0.6, -0.8]), ("value", [-1.0, -1.0]))
 WINDOW: Any = {"accumulate_grad_batches": 2}
 FEWER = [[[1.0]] * 5, [[3.0]] * 3]
+UNKNOWN_WEIGHT = (
+    "^reduction='weighted_mean' cannot be applied: the result of training_step has 'wieght' and no \"weight\", and the"
+    " number of samples cannot be read from a batch of type"
+)
 GONE = r"1 of 2 ranks have no more batches.*"
 HALVES = torch.randn(3, 100, generator=torch.Generator().manual_seed(1)).bfloat16()
 SCHEDULED: Any = {**EPOCHS, "callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})]}
@@ -474,6 +482,9 @@ RUNS: dict[str, Run] = {
     "a negative weight on all ranks": Run(
         partial(Stepped, partial(weighted_minus_1, [0, 1])), [[[1.0]], [[2.0]]], "weight -1.0 is not a finite number"
     ),
+    "a misspelt weight": Run(
+        partial(Stepped, misspelt), [[{"x": torch.ones(1), "y": torch.ones(2)}]] * 2, UNKNOWN_WEIGHT
+    ),
     "a step that reads its batches": Run(
         partial(Iterates, weight=lambda batch, _: len(batch)), [[[1.0, 2.0], [3.0]], [[4.0], [5.0]]], [7 / 3, 4.0]
     ),
@@ -535,7 +546,12 @@ def make_parameters_of_runs() -> list[Any]:
     """Return a parameter of pytest for every row of RUNS."""
     parameters = []
     for name in RUNS:
-        marks = [NEEDS_COMPLEX_IN_DDP] if name == "a loss without graph of complex" else []
+        marks = []
+        if name == "a loss without graph of complex":
+            marks.append(NEEDS_COMPLEX_IN_DDP)
+        if name == "a misspelt weight":
+            # Rank 0 says it first, and in pytest it would raise there alone.
+            marks.append(pytest.mark.filterwarnings("ignore:the result of training_step has 'wieght'"))
         parameters.append(pytest.param(name, marks=marks))
     return parameters
 
@@ -617,6 +633,7 @@ TARGETS = long([[[1, 2], [3, -100], [-100, 4]]] * 2)
 NOTHING = "rank 1 has a micro-batch of weight 0, which contributes nothing to the gradient"
 SAMPLES = "n = samples of the batch, as no weight is given"
 MISSPELT = "the result of training_step has 'weights' and no \"weight\": the loss is weighted by its samples"
+COUNTS = "the result of training_step has 'num_tokens', 'n' and no \"weight\": the loss is weighted by its samples"
 IGNORED = (
     "integer tensors of a batch hold -100, the targets that torch's losses ignore, and no weight is given: the loss is"
     " then weighted by its samples, including the ignored ones"
@@ -625,7 +642,13 @@ IGNORED = (
 
 # Beside the loss, what a step returns for a batch; the options, the batches, and what is said.
 SAID: dict[str, tuple[Callable[[Tensor], dict[str, Any]], Any, Any, list[str]]] = {
-    "no weight": (lambda batch: {"weight": None, "height": 4, "weights_of": 1}, WEIGHTED, FEWER, [SAMPLES]),
+    "no weight": (lambda batch: {"weight": None, "height": 4, "norm": 1.5}, WEIGHTED, FEWER, [SAMPLES]),
+    "counts of the user": (
+        lambda batch: {"num_tokens": torch.tensor(3), "n": 3, "size": 1.5, "height": 4},
+        WEIGHTED,
+        FEWER,
+        [SAMPLES, COUNTS],
+    ),
     "a word of the user": (lambda batch: {"weights": 3}, {"reduction": "sum"}, FEWER, []),
     "a word of the user that may be a weight": (lambda batch: {"weights": 3}, WEIGHTED, FEWER, [SAMPLES, MISSPELT]),
     "ignored targets": (lambda batch: {}, WEIGHTED, TARGETS, [SAMPLES, IGNORED]),

@@ -282,9 +282,7 @@ def record_ranks(name: str) -> Record:
     environment = RankEnvironment()
     plugins = [*options["plugins"], environment]
     options = {**options, "plugins": plugins, "devices": environment.ranks_on_node}
-    return record_run(
-        Recorder(run.steps, plugin_of(plugins, run.precision)), run.strategy(), options, module, data
-    )
+    return record_run(Recorder(run.steps, plugin_of(plugins, run.precision)), run.strategy(), options, module, data)
 
 
 SEEDS = range(2, 12)

@@ -117,7 +117,7 @@ class Part:
         """Take what a checkpoint held; before `configure_ddp`."""
 
     def describe(self) -> str:
-        """Return what the line at the start of a run says of this part."""
+        """Return the sentence that the line at the start of a run says of this part, or ""."""
         return ""
 
     def teardown(self) -> None:

@@ -126,6 +126,17 @@ class Rates(Part):
         return self.batch.global_batch_size
 
     @property
+    def loader_batch_size(self) -> int | None:
+        """Samples of one batch of all training loaders together; None where no loader or the user's code tells."""
+        is_manual = not self.run.module.automatic_optimization
+        if is_manual or self.global_batch_size is None:
+            return None
+        known_sizes = [size for size in self._loader_sizes if size is not None]
+        if len(known_sizes) < len(self._loader_sizes):
+            return None
+        return sum(known_sizes)
+
+    @property
     def lr_scale(self) -> float:
         """What the learning rate is multiplied by once the warm-up is over."""
         return self._scaling.at(self.batch.scale)
@@ -354,8 +365,8 @@ class Rates(Part):
         if self._warmup_steps > 0:
             warmup = f" after {plural(self._warmup_steps, 'warm-up step')}"
         return (
-            f"; global batch / base batch = {self.batch.scale:g}, so every optimizer step multiplies its learning rate"
-            f" by {self.lr_scale:g}{warmup}; schedulers, LearningRateMonitor and checkpoints show the base rate"
+            f"Global batch / base batch = {self.batch.scale:g}, so every optimizer step multiplies its learning rate"
+            f" by {self.lr_scale:g}{warmup}; schedulers, LearningRateMonitor and checkpoints show the base rate."
         )
 
 

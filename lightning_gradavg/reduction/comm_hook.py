@@ -124,7 +124,7 @@ class CommHook:
             return ""
         for parameter in parameters:
             if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
-                return "; 16-bit gradients summed in float32"
+                return "16-bit gradients are summed in float32."
         return ""
 
 

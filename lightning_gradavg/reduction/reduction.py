@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,23 @@ from lightning_gradavg.rules import RULES, Rule
 
 __all__ = ["Observer", "Reduction"]
 
-_MISSPELT = {"weights", "Weight", "wieght", "weigth"}
+_WORD_OF_COUNTS = re.compile(r"(^|_)(n|num|count|counts|size|length|items|samples|terms|tokens|ntokens)(_|$)")
+"""What the name of a count has, as in "num_tokens"."""
+
+
+def _keys_of_counts(output: Mapping[str, object]) -> list[str]:
+    """Return the keys of a dict from `training_step` that may be its weight: whole numbers, and misspelt weights."""
+    found = []
+    for key, value in output.items():
+        letters = sorted(str(key).lower().removesuffix("s"))
+        is_misspelt = key != "weight" and letters == sorted("weight")
+        is_whole = isinstance(value, int)
+        if isinstance(value, Tensor):
+            # By its type: its value would have to be read from the device.
+            is_whole = value.numel() == 1 and not value.is_floating_point() and not value.is_complex()
+        if is_misspelt or (is_whole and _WORD_OF_COUNTS.search(str(key).lower())):
+            found.append(str(key))
+    return found
 
 
 class Observer(Protocol):
@@ -317,26 +334,29 @@ class Reduction(Part):
         if loss is None:
             pending = self._without_loss(None, is_last_piece=is_last_piece)
             return output if pending is None else {**output, "loss": pending}
+        counts = ""
         if weight is None and self.rule.uses_weight:
-            self._warn_of_misspelt_weight(output)
-        pending = self.add(loss, weight, is_last_piece=is_last_piece)
+            counts = ", ".join(map(repr, _keys_of_counts(output)))
+        if counts:
+            # Once, and again in the error if the number of samples cannot be read, either.
+            counts = f'the result of training_step has {counts} and no "weight"'
+            self._warn_on_rank_zero(
+                f'{counts}: the loss is weighted by its samples. If that is the number of its terms, call it "weight".'
+            )
+        pending = self.add(loss, weight, counts=counts, is_last_piece=is_last_piece)
         if pending is loss:
             return output
         return {**output, "loss": pending}
 
-    def _warn_of_misspelt_weight(self, output: Mapping[str, object]) -> None:
-        """Warn once where the weight may stand under another key, at which nobody looks."""
-        for key in output:
-            if key in _MISSPELT:
-                self._warn_on_rank_zero(
-                    f'the result of training_step has {key!r} and no "weight": the loss is weighted by its samples. If'
-                    ' that is the weight, call it "weight".'
-                )
+    def add(self, loss: object, weight: object, *, counts: str = "", is_last_piece: bool = True) -> Tensor:
+        """Return a loss that is weighed for the next backward; arguments as in `read` and `Weights.read`.
 
-    def add(self, loss: object, weight: object, *, is_last_piece: bool = True) -> Tensor:
-        """Return a loss that is weighed for the next backward; arguments as in `read` and `Weights.read`."""
+        `counts` says where the user's weight may stand instead, and begins the error of a weight that is not known.
+        """
         loss = require_loss(loss)
         micro_batch = self._weights.read(weight, self._batch, running_forward().samples)
+        if micro_batch.problem is not None and counts:
+            micro_batch = micro_batch._replace(problem=f"{counts}, and {micro_batch.problem}")
         self._warn_of_weight_0(micro_batch)
         # Such as a sum over no rows. The other ranks still wait for this rank's backward.
         if not micro_batch.counts and not loss.requires_grad:

@@ -459,7 +459,7 @@ class Window:
             if len(micro_batches) > 1:
                 problem = f"in micro-batch {index} of {len(micro_batches)}, {problem}"
             problems.append(problem)
-        # A cause that several ranks share is named once (`test_the_first_line_names_a_misspelt_weight_once`).
+        # A cause that several ranks share is named once (`test_the_first_line_names_a_cause_once`).
         ranks_of_problem: dict[str, list[int]] = {}
         for rank, problems_of_rank in enumerate(self._ranks.world.gather_objects(problems)):
             for problem in problems_of_rank:

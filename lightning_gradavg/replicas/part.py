@@ -269,16 +269,6 @@ class Replicas(OneForward):
             if isinstance(metric, Metric) and metric.process_group is None:
                 self._replacements.enter_context(merged_over_ranks(metric, run.world))
 
-    def describe(self) -> str:
-        """Return the start line's words about the run to reproduce, and its replicas."""
-        text = ""
-        if self._options.preset is not None:
-            text += f"; equivalent to {self._options.preset}"
-        replicas = self._options.shaping_replicas(self.run.world.size)
-        if replicas is not None:
-            text += f"; {replicas} replicas"
-        return text
-
     def teardown(self) -> None:
         """Restore the module's log, and its metrics."""
         self._replacements.close()

@@ -56,7 +56,7 @@ class FixedArithmetic(Part):
 
     def describe(self) -> str:
         """Return what is promised."""
-        return "; reproducible, in one thread"
+        return "Reproducible, in one thread."
 
     def teardown(self) -> None:
         """Restore the settings of the process."""
