@@ -93,7 +93,7 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         return StrategyFacts(
             rule=self._reduction.rule,
             accumulation=self._reduction.run.loop.accumulation,
-            samples=self._samples,
+            samples=self._batches.samples,
         )
 
     @override

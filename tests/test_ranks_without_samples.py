@@ -198,10 +198,10 @@ class Changes(LightningModule):
         self.w = nn.Parameter(torch.ones(()))
         self.register_buffer("count", torch.zeros(()))
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
         self.count = self.count + 1
         self.register_buffer(f"of step {batch_idx}", torch.ones(()))
-        return (self.w * batch.pop("labels")).sum()
+        return {"loss": self.w * batch.pop("labels"), "weight": 1}
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.0)
@@ -210,7 +210,7 @@ class Changes(LightningModule):
 def train_changing() -> list[str]:
     """Body: train on 3 batches on rank 0, and on 1 on rank 1; return the names of buffers, and the count."""
     module = Changes()
-    batches: Any = [{"labels": torch.ones(1)}] * (3 - 2 * dist.get_rank())
+    batches: Any = [{"labels": torch.ones(())}] * (3 - 2 * dist.get_rank())
     strategy = GradAvgStrategy(reduction="weighted_mean", check_replicas_every_n_steps=None)
     trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
     trainer.fit(module, DataLoader(batches, batch_size=None))

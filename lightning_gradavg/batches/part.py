@@ -81,6 +81,13 @@ class Batches(Part):
         self._joined_loaders: list[JoinedLoader] = []
 
     @property
+    def samples(self) -> float | None:
+        """The samples of this rank that count, which weigh a loss without a weight; None where its batch tells them."""
+        if self.chunk is None:
+            return None
+        return self.chunk.samples
+
+    @property
     def has_samples(self) -> bool:
         """Whether this rank has samples of the batch in training; else it runs a stand-in."""
         return self.chunk is None or not self.chunk.stand_in
