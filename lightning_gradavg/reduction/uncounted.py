@@ -12,6 +12,7 @@ Through an exchange come the gradients of their losses, which count.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -37,8 +38,9 @@ def pass_no_nan(root: Node) -> None:
     (`test_ranks_uncounted.py`: rows that the loss reads on both ways). Infinity passes: it may be another rank's.
     """
     hooks: list[RemovableHandle] = []
-    for node in _nodes_behind(root):
-        hooks.append(node.register_hook(_without_nan))
+    with torch.profiler.record_function("GradAvg: pass no NaN"):
+        for node in _nodes_behind(root):
+            hooks.append(node.register_hook(_without_nan))
 
     def remove() -> None:
         # The graph may have another loss, which counts, and keep its NaN.
@@ -63,8 +65,7 @@ def _nodes_behind(root: Node) -> set[Node]:
 
 def _without_nan(gradients: Sequence[Tensor | None], _: object) -> tuple[Tensor | None, ...]:
     """Return what a function passes on, with 0 in place of NaN."""
-    with torch.profiler.record_function("GradAvg: pass no NaN"):
-        return tuple(_selected(gradient) for gradient in gradients)
+    return tuple(_selected(gradient) for gradient in gradients)
 
 
 def _selected(gradient: Tensor | None) -> Tensor | None:
@@ -72,8 +73,7 @@ def _selected(gradient: Tensor | None) -> Tensor | None:
         return None
     # A copy: autograd may hold the tensor elsewhere. In place, the layout of sparse and sharded gradients stays.
     selected = gradient.clone()
-    values = stored(selected)
-    values.masked_fill_(values.isnan(), 0)
+    stored(selected).nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
     return selected
 
 
