@@ -232,7 +232,7 @@ def hear(runs_out: bool) -> list[str]:
         trainer = make_trainer(strategy, max_epochs=2, use_distributed_sampler=False)
         loader: Any = make_loader(batches)
         if not runs_out:
-            loader = DataLoader(torch.arange(3, dtype=torch.float64), batch_size=2)  # type: ignore[arg-type]
+            loader = DataLoader(torch.arange(3, dtype=torch.float64), batch_size=2)
         trainer.fit(Toy(), loader)
     lines = [str(call.args[0]) for call in info.call_args_list]
     return [SAID + line.partition(SAID)[2].partition(":")[0] for line in lines if SAID in line]
