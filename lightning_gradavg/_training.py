@@ -232,17 +232,10 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
     def _run_step(self, forward: Callable[..., Any], *arguments: Any) -> Any:
         """Return the output of a step, in automatic optimization with one loss to run the backward from."""
         batches = self._batches
-        with running(Forward(self._samples, batches.without_samples, self._reduction.exchanging)):
+        with running(Forward(batches.samples, batches.without_samples, self._reduction.exchanging)):
             with batches.training_step():
                 output = forward(*arguments)
             return self._reduction.read(output, _batch_of(arguments))
-
-    @property
-    def _samples(self) -> float | None:
-        """The weight of a loss that has none: None where only its batch tells, 0 for one that does not count."""
-        if self._batches.chunk is None:
-            return None
-        return self._batches.chunk.samples
 
     @override
     @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -74,8 +73,11 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         self._reduction.begin(self._run, gradients)
         if rule != RULES["mean"]:
             self._guard = BypassGuard(gradients.leaves(), rule.name, self._reduction.is_in_backward)
-            for outermost in _outermost(sharded_modules(self._run.module)):
-                self._output_hooks.append(outermost.register_forward_hook(_note_output))
+            inner: set[nn.Module] = set()
+            for sharded in sharded_modules(self._run.module):  # outer modules first
+                if sharded not in inner:
+                    self._output_hooks.append(sharded.register_forward_hook(_note_output))
+                    inner.update(sharded.modules())
 
     def on_train_start(self) -> None:
         """Begin with the training loaders, which are known now."""
@@ -102,7 +104,7 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         return StrategyFacts(
             rule=self._reduction.rule,
             accumulation=self._run.loop.accumulation,
-            samples=self._samples,
+            samples=self._batches.samples,
         )
 
     @override
@@ -130,14 +132,6 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         if averages_integers(tensor, reduce_op):
             return mean_of_integers(tensor, lambda wide: self.reduce(wide, group, reduce_op))
         return super().reduce(tensor, group, reduce_op)
-
-
-def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules that are part of no other one."""
-    inner: set[nn.Module] = set()
-    for module in modules:
-        inner.update(submodule for submodule in module.modules() if submodule is not module)
-    return [module for module in modules if module not in inner]
 
 
 def _note_output(module: nn.Module, inputs: object, output: object) -> None:  # noqa: ARG001  # as torch calls it

@@ -332,7 +332,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             replicas=options.shaping_replicas(self.world_size),
             replicated=options.replicated,
             scales_rates=self._rates.scales,
-            samples=self._replicas.weight(self._batches.chunk),
+            samples=self._batches.samples,
         )
 
     def fingerprint(self) -> str:
@@ -484,11 +484,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         finally:
             if self._rates.scales:
                 self._rates.end_failed_steps()
-
-    @property
-    @override
-    def _samples(self) -> float | None:
-        return self._replicas.weight(self._batches.chunk)
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -485,7 +485,7 @@ def make_rows_without_a_loss() -> list[Case]:
     for name, windows in (("of one", [SECOND_LOST]), ("of two", [SECOND_LOST] * 2)):
         rows.append(Case(f"without a loss {name}", "weighted_mean", windows, [2.0, 0.0, 6.0], ways=["automatic"]))
     # Of three pairs (2 * 1 + 6 * 1 + 4 * 2) / 4; of the sum 2 + 6 + 4.
-    lost = [[[(2.0, 1), (None, 1)]], [[(6.0, 1), (4.0, 2)]]]
+    lost: Sequence[Any] = [[[(2.0, 1), (None, 1)]], [[(6.0, 1), (4.0, 2)]]]
     for reduction, gradient in (("weighted_mean", 4.0), ("sum", 12.0)):
         rows.append(Case("without a loss in a window", reduction, lost, [gradient], ways=["automatic"]))
         swapped = [[window[::-1] for window in windows] for windows in lost]

@@ -140,8 +140,26 @@ class OfOneDevice(Crossed):
         return {"loss": (rank + 1) * (normed * row).sum(), "weight": WEIGHTS[rank][batch_idx]}
 
 
+class Compiled(OfOneDevice):
+    """Has its rows normalized by compiled code."""
+
+    def __init__(self, loss: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(loss)
+        self.norm = nn.BatchNorm1d(1, affine=False, track_running_stats=False)
+        self.normalize = torch.compile(lambda row: self.norm((row + row.square())[:, None])[:, 0], backend="aot_eager")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        row = self.net(batch.reshape(-1, 1)).sum(1)
+        rank = dist.get_rank()
+        return {"loss": (rank + 1) * (self.normalize(row) * row).sum(), "weight": WEIGHTS[rank][batch_idx]}
+
+
 class RunsAlone(Callback):
     """Normalizes a batch of its own on rank 0, in training mode, around and between steps."""
+
+    def __init__(self) -> None:
+        for hook in ("on_train_batch_start", "on_before_backward", "on_after_backward", "on_train_batch_end"):
+            setattr(self, hook, self.run)
 
     def run(self, *_: Any) -> None:
         if dist.get_rank() == 0:
@@ -149,21 +167,22 @@ class RunsAlone(Callback):
             normed = nn.functional.batch_norm(rows, None, None, training=True)
             assert approx([-1.0, 1.0], 1e-5) == normed.flatten().tolist()
 
-    on_train_batch_start = on_before_backward = on_after_backward = on_train_batch_end = run
 
-
-def train_normed(window: int) -> list[float]:
+def train_normed(window: int, compiled: bool) -> list[float]:
     """Body: return the gradient of each window."""
     both: Any = torch.tensor(X, dtype=torch.float64).T.flatten()
-    module = OfOneDevice(torch.sum)
+    module = Compiled(torch.sum) if compiled else OfOneDevice(torch.sum)
     strategy = GradAvgStrategy(equivalent_to="single_device")
     options: Any = {"accumulate_grad_batches": window, "callbacks": [RunsAlone()]}
     make_trainer(strategy, max_epochs=1, **options).fit(module, DataLoader(both, batch_size=2))
     return module.gradients
 
 
-@pytest.mark.parametrize("window", [1, 3])
-def test_batch_norm_over_all_ranks_is_that_of_one_process(world, window):
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf", "ignore:Profiler record function"
+)
+@pytest.mark.parametrize(("window", "compiled"), [(1, False), (3, False), (1, True)])
+def test_batch_norm_over_all_ranks_is_that_of_one_process(world, window, compiled):
     """The loss is sum(n * c * normed * row) / sum(n), over all rows. Elsewhere, rank 0 normalizes alone."""
     expected = []
     for start in range(0, 3, window):
@@ -179,7 +198,7 @@ def test_batch_norm_over_all_ranks_is_that_of_one_process(world, window):
         (total / normalizer).backward()
         assert w.grad is not None
         expected.append(approx(w.grad.item() / 2))  # of one of the two weights
-    assert [expected] * 2 == world(2).run(train_normed, window)
+    assert [expected] * 2 == world(2).run(train_normed, window, compiled)
 
 
 ROWS = ((2.0, 3.0), (5.0, 7.0), (11.0, 13.0))

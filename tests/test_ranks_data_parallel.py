@@ -177,7 +177,6 @@ REFUSED: list[tuple[str, Kind, Options, str]] = [
     ("RuntimeError", "takes a global mean", PARTS, "training_step exchanges values with the other ranks"),
     ("RuntimeError", "all-gathers", PARTS, "training_step exchanges values with the other ranks"),
     ("RuntimeError", "reduces a metric", parallel(), "training_step exchanges values with the other ranks"),
-    ("RuntimeError", "all-gathers", single(), "runs the collective self.all_gather, but rank 1 has no samples"),
     ("RuntimeError", "assigns a buffer", single(), "assigned or made the buffers center"),
     ("RuntimeError", "assigns a buffer of None", PARTS, "assigned or made the buffers center"),
     ("RuntimeError", "makes a buffer", parallel(), "assigned or made the buffers center"),

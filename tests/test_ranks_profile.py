@@ -79,7 +79,7 @@ SCOPES: Mapping[str, tuple[Callable[[], None], set[str]]] = {
     ),
     "sum": (partial(train, {"reduction": "sum"}), {"exchange rows"}),
     "kept gradients": (partial(train, WEIGHTED), {"keep gradients", "add kept gradients"}),
-    "weight 0": (weigh_zero, {"discard gradient"}),
+    "weight 0": (weigh_zero, {"pass no NaN"}),
     "reproducible": (
         partial(train, TREE),
         {"exchange rows", "wait for rows", "add replica", "sum of replicas"},

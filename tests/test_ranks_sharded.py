@@ -156,8 +156,6 @@ class Sharded(MLP):
         loss = cross_entropy(self.body(x), y, reduction="sum" if self.kind == "sum" else "mean")
         if self.kind == "plain backward":
             return loss.backward()
-        if self.kind == "graphless":
-            return {"loss": torch.zeros(()), "weight": 0}
         if self.kind == "global mean":
             return global_mean(loss * len(y), len(y))
         if self.kind in ("sum", "mean"):
@@ -268,7 +266,6 @@ def test_a_checkpoint_of_four_ranks_resumes_on_two(world, tmp_path):
         (frozen_root, "unfrozen", "'second.weight' trains outside of fully_shard: nothing averages"),
         (divided, "weighted_mean", "over 2 ranks and divides them by 1; both must be"),
         (fsdp, "stale", "the optimizers' parameter groups show no gradients"),
-        (fsdp, "graphless", "a loss without a graph"),
         (fsdp, "plain backward", "reached the model by a backward that bypassed reduction='weighted_mean'"),
         (fsdp_tp, "peers", "tensor-parallel group weigh one batch differently: weights [0.0] on rank 0"),
         (fsdp_tp, "no number", "on rank 1: a weight is one number, got 'three'"),

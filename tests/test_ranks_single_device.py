@@ -421,20 +421,20 @@ def test_a_weight_on_one_rank_is_an_error_on_all(world):
 class CountsSamples(Toy):
     """Counts samples in a buffer, or in a way that gives the same on any number of ranks."""
 
-    seen: Tensor
+    total: Tensor
 
     def __init__(self, counts: str) -> None:
         super().__init__()
         self.counts = counts
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("total", torch.zeros((), dtype=torch.int64))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         if self.counts == "samples":
-            self.seen += len(batch)
+            self.total += len(batch)
         if self.counts == "gathered samples":
-            self.seen += len(gather(batch))
+            self.total += len(gather(batch))
         if self.counts == "steps":
-            self.seen += 1
+            self.total += 1
         return super().training_step(batch, batch_idx)
 
 
@@ -442,7 +442,7 @@ def train_counting_samples(counts: str, **strategy: Any) -> int:
     """Body: train 4 steps of 8 samples, and return what the buffer counts."""
     module = CountsSamples(counts)
     make_trainer(GradAvgStrategy(**strategy), max_epochs=1).fit(module, make_loader([[1.0] * 8] * 4))
-    return int(module.seen)
+    return int(module.total)
 
 
 @pytest.mark.parametrize(
@@ -456,10 +456,8 @@ def train_counting_samples(counts: str, **strategy: Any) -> int:
 )
 def test_a_buffer_that_counts_the_samples_of_a_piece_is_an_error(world, options, samples, whole):
     for raised in world(2).run_expecting_errors(train_counting_samples, "samples", **options):
-        said = (
-            f"training_step adds {samples} to the buffer seen, the samples of one piece of a batch, where one process"
-        )
-        assert raised.message.startswith(f"{said} adds {whole}.")
+        said = f"training_step adds {samples} to the buffer 'total', the samples of one piece of a batch"
+        assert raised.message.startswith(f"{said}, where one process adds {whole}.")
 
 
 @pytest.mark.parametrize(("counts", "expected"), [("gathered samples", 32), ("steps", 4)])

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
-from ranks import covering, make_trainer, on_ranks
+from ranks import covering, make_trainer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -44,7 +44,7 @@ from toys import (
     train_in_one_process,
 )
 
-from lightning_gradavg import GradAvgMonitor, GradAvgStrategy
+from lightning_gradavg import GradAvgStrategy
 
 pytestmark = [
     *IGNORE_UNUSED_PARAMETERS,
@@ -604,29 +604,6 @@ def test_mixed_precision(world, precision, scale, tolerance, window):
     (found,) = same_everywhere(world(2).run(train_mixed, rows, precision, scale)).weights
     before, expected = train_in_one_process(MIXED(), rows, window)
     assert torch.linalg.norm(found - expected) <= tolerance * torch.linalg.norm(expected - before)
-
-
-class FirstLost(Stepped):
-    """Has no loss of its first batch."""
-
-    def __init__(self) -> None:
-        super().__init__(mean_loss)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 0:
-            return None
-        return super().training_step(batch, batch_idx)
-
-
-@on_ranks()
-def test_the_monitor_waits_for_a_step_that_is_taken():
-    """Of the step that no rank has a loss of no norm is reported."""
-    strategy: Any = GradAvgStrategy()
-    monitor = GradAvgMonitor(100, check_data=False)
-    trainer = make_trainer(strategy, max_epochs=1, callbacks=[monitor], use_distributed_sampler=False)
-    strategy.observe_next_step()
-    trainer.fit(FirstLost(), make_loader([[5.0], [2.0 + 2 * dist.get_rank()]]))
-    assert strategy.report().gradient_norm == 3
 
 
 TARGETS = long([[[1, 2], [3, -100], [-100, 4]]] * 2)

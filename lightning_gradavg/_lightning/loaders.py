@@ -130,10 +130,10 @@ def last_batch_size(loader: Any) -> int | None:
     sampler = getattr(loader, "sampler", None)
     if size is None or isinstance(getattr(loader, "dataset", None), IterableDataset) or not isinstance(sampler, Sized):
         return None
-    remaining = len(sampler) % size
-    if remaining == 0 or getattr(loader, "drop_last", False):
+    if getattr(loader, "drop_last", False):
         return size
-    return remaining
+    remaining = len(sampler) % size
+    return remaining if remaining > 0 else size
 
 
 def loader_batch_size(loader: object) -> int | None:

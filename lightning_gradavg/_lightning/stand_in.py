@@ -86,14 +86,14 @@ def stand_in(module: LightningModule) -> Iterator[None]:
 def buffers_kept(module: nn.Module) -> Iterator[None]:
     """Undo, after the context, what was written or assigned to the module's buffers within it."""
     mappings = [buffers_of(submodule) for submodule in module.modules()]
-    # By their entries: a step may assign a buffer, as in `self.count = self.count + 1`, or register one.
+    # By their entries: a step may assign a buffer, as in `self.count = self.count + 1`.
     entries_before = [dict(mapping) for mapping in mappings]
     values_before = [_cloned(entries) for entries in entries_before]
     try:
         yield
     finally:
         for mapping, entries, values in zip(mappings, entries_before, values_before, strict=True):
-            mapping.clear()
+            # What it registers stays: DDP broadcasts as many buffers on each rank as there are.
             mapping.update(entries)
             for name, value in values.items():
                 entries[name].data.copy_(value)  # past autograd: the backward may be still to come

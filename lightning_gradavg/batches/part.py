@@ -22,7 +22,7 @@ from lightning_gradavg._support.random_state import (
     restore_random_state,
     stream_key,
 )
-from lightning_gradavg._support.text import listed_ranks, plural
+from lightning_gradavg._support.text import listed_ranks
 from lightning_gradavg.batches.chunks import STAND_IN, Chunk, Piece, Pieces, Split
 from lightning_gradavg.batches.joined import FetchRecord, JoinedLoader, join
 from lightning_gradavg.batches.loader import compare_at_times
@@ -75,6 +75,13 @@ class Batches(Part):
         self._named: _Shortage | None = None  # when `without_samples` was found
         self._has_said_who_stands_in = False
         self._joined_loaders: list[JoinedLoader] = []
+
+    @property
+    def samples(self) -> float | None:
+        """The samples of this rank that count, which weigh a loss without a weight; None where its batch tells them."""
+        if self.chunk is None:
+            return None
+        return self.chunk.samples
 
     @property
     def has_samples(self) -> bool:
@@ -163,14 +170,14 @@ class Batches(Part):
             return
         of_ranks = self.run.world.gather_integers([self.has_samples])
         self.without_samples = [rank for rank, (has_samples,) in enumerate(of_ranks) if not has_samples]
-        self._say_who_stands_in("in a step")
+        self._say_who_stands_in()
 
-    def _say_who_stands_in(self, when: str) -> None:
+    def _say_who_stands_in(self) -> None:
         """Say once per run which ranks compute samples that do not count, as the user's own code sees them."""
         if not self.without_samples or self._has_said_who_stands_in:
             return
         self._has_said_who_stands_in = True
-        rank_zero_info(f"GradAvgStrategy: {_about_stand_ins(self.without_samples, when)}")
+        rank_zero_info(f"GradAvgStrategy: {_about_stand_ins(self.without_samples, 'in a step')}")
 
     def training_step(self) -> AbstractContextManager[None]:
         """Return the context of a training step, in which a stand-in leaves no trace."""
@@ -448,7 +455,7 @@ class SplitBatches(Batches):
             # No loader's samples weigh a loss over several.
             self.chunk = self.chunk._replace(samples=None)
         self.without_samples = [rank for rank, pieces in enumerate(self.chunk.layout) if pieces == 0]
-        self._say_who_stands_in(f"in a batch of {plural(self.chunk.batch_samples, 'sample')}")
+        self._say_who_stands_in()
         self.progress.arrive(number, self._loaders, fetched)
         self._loaded = None
 
@@ -523,14 +530,12 @@ class SplitBatches(Batches):
         """Return the start line's words about ranks that will have no samples in the last batch of an epoch."""
         for loader in self._loaders:
             size = last_batch_size(loader.loader)
-            if size is None or size == 0:
+            if size is None:
                 continue
-            layout = self._split.cut(size).layout
-            ranks = [rank for rank, pieces in enumerate(layout) if pieces == 0]
+            ranks = [rank for rank, pieces in enumerate(self._split.cut(size).layout) if pieces == 0]
             if ranks:
                 self._has_said_who_stands_in = True
-                when = f"in the last batch of an epoch, of {plural(size, 'sample')}"
-                return f"; {_about_stand_ins(ranks, when)}"
+                return f"; {_about_stand_ins(ranks, 'in the last batch of an epoch')}"
         return ""
 
     def load(self, saved: Mapping[str, Any]) -> None:

@@ -304,8 +304,7 @@ class Reduction(Part):
             |-------------------------------------------|-----------------------------------------------------------|
             | anything, and Lightning runs no backward  | itself                                                    |
             | what Lightning refuses                    | itself: the error is Lightning's                          |
-            | None, or a dict whose loss is None        | a loss of 0 under a rule with a window; else itself, and  |
-            |                                           | Lightning skips the backward                              |
+            | None, or a dict whose loss is None        | a loss of 0 if there is a window, else itself             |
             | a loss                                    | the weighed loss                                          |
             | a dict with a loss                        | a copy of it with the weighed loss                        |
 
@@ -401,7 +400,7 @@ class Reduction(Part):
     def _without_loss(self, output: object, *, is_last_piece: bool) -> object:
         """Return a loss of 0 for a missing loss, with which this rank joins the other ranks' backward.
 
-        Under the plain mean without a window return `output`: Lightning skips the backward, as with stock DDP.
+        Under the plain mean without a window return `output`, which Lightning refuses on several ranks.
         """
         if not isinstance(self._window, Window):
             return output

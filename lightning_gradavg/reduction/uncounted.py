@@ -12,6 +12,7 @@ Through an exchange come the gradients of their losses, which count.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -38,8 +39,9 @@ def pass_no_nan(root: Node) -> None:
     (`test_ranks_uncounted.py`: rows that the loss reads on both ways). Infinity passes: it may be another rank's.
     """
     hooks: list[RemovableHandle] = []
-    for node in _nodes_behind(root):
-        hooks.append(node.register_hook(_without_nan))
+    with torch.profiler.record_function("GradAvg: pass no NaN"):
+        for node in _nodes_behind(root):
+            hooks.append(node.register_hook(_without_nan))
 
     def remove() -> None:
         # The graph may have another loss, which counts, and keep its NaN.
@@ -64,8 +66,7 @@ def _nodes_behind(root: Node) -> set[Node]:
 
 def _without_nan(gradients: Sequence[Tensor | None], _: object) -> tuple[Tensor | None, ...]:
     """Return what a function passes on, with 0 in place of NaN."""
-    with torch.profiler.record_function("GradAvg: pass no NaN"):
-        return tuple(_selected(gradient) for gradient in gradients)
+    return tuple(_selected(gradient) for gradient in gradients)
 
 
 def _selected(gradient: Tensor | None) -> Tensor | None:
@@ -78,7 +79,7 @@ def _selected(gradient: Tensor | None) -> Tensor | None:
         # Before it is coalesced, a sparse gradient shows no values.
         selected = selected.coalesce()
         values = selected.values()
-    values.masked_fill_(values.isnan(), 0)
+    values.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
     return selected
 
 

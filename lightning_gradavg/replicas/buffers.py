@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_gradavg._lightning.internals import buffers_of, version_of
+from lightning_gradavg._lightning.internals import BatchNorm, buffers_of, version_of
 from lightning_gradavg._support.collectives import World
 from lightning_gradavg._support.flat import broadcast_from_first
 
@@ -48,9 +48,7 @@ class SharedBuffers:
         self._values_before: list[Tensor] = []
         self._values_of_first_piece: list[Tensor] | None = None  # None if the first piece is the only one
         self._versions: list[int] = []  # of the parameters before the step
-        # Of the first steps, in which it is found out whether a buffer counts samples.
-        self._steps_to_read = 2
-        self._counting: list[str] = []  # the buffers that grew by the samples of the first piece in the step before
+        self._is_counting_known = False  # whether a step has shown that no buffer counts samples
 
     def begin_step(self) -> None:
         """Save the values that each piece of the step starts from."""
@@ -93,39 +91,36 @@ class SharedBuffers:
             )
 
     def require_no_count_of_samples(self, samples: float | None, whole: float) -> None:
-        """Raise a RuntimeError if the first steps add the samples of one piece to a buffer, and not those of a batch.
+        """Raise a RuntimeError if the first step adds the samples of one piece to a buffer, and not those of a batch.
 
         All ranks write the same where their pieces are of one size, so no comparison of ranks sees it. The host reads
-        the buffers, in two steps of a run only.
+        the buffers, in one step of the run.
 
         Args:
             samples: Number of samples of the first piece.
             whole: What the run to reproduce would add.
         """
         # A step that counts steps adds 1.
-        if self._steps_to_read == 0 or samples is None or samples <= 1 or samples == whole:
+        if self._is_counting_known or samples is None or samples <= 1 or samples == whole:
             return
-        self._steps_to_read -= 1
+        self._is_counting_known = True
         values = self._values_of_first_piece
         if values is None:
             values = self._buffers
-        counting: list[Tensor] = []
+        # Batch norm counts forwards, of which a step may have as many as samples.
+        names: dict[int, str] = {}
+        for name, submodule in self._module.named_modules():
+            if not isinstance(submodule, BatchNorm):
+                names.update((id(buffer), f"{name}.{own}") for own, buffer in submodule.named_buffers(recurse=False))
         for buffer, before, value in zip(self._buffers, self._values_before, values, strict=True):
-            is_number = value.numel() > 0 and value.dtype != torch.bool
+            is_number = id(buffer) in names and value.numel() > 0 and value.dtype != torch.bool
             if is_number and bool((value - before == samples).all()):
-                counting.append(buffer)
-        identities = {id(buffer) for buffer in counting}
-        names = [name for name, buffer in self._module.named_buffers() if id(buffer) in identities]
-        if self._steps_to_read == 0:
-            # Once may be chance.
-            names = [name for name in names if name in self._counting]
-        self._counting = names
-        if self._steps_to_read == 0 and names:
-            raise RuntimeError(
-                f"training_step adds {samples:g} to the buffer {', '.join(names)}, the samples of one piece of a batch,"
-                f" where one process adds {whole:g}. Add len(lightning_gradavg.gather(batch)); or keep the count in"
-                " on_train_batch_end, outside of the step."
-            )
+                name = names[id(buffer)].removeprefix(".")
+                raise RuntimeError(
+                    f"training_step adds {samples:g} to the buffer {name!r}, the samples of one piece of a batch,"
+                    f" where one process adds {whole:g}. Add len(lightning_gradavg.gather(batch)); or keep the count"
+                    " in on_train_batch_end, outside of the step."
+                )
 
     def end_step(self, world: World | None) -> None:
         """Keep what the first piece wrote; with a world, that of rank 0. A collective operation with a world."""

@@ -79,17 +79,11 @@ class OneForward(Part):
             return self._options.num_replicas
         return world_size
 
-    def weight(self, chunk: Chunk | None) -> float | None:
-        """Return the weight of a loss that has none: the samples of its batch, or None where they are not known."""
-        if chunk is None:
-            return None
-        return chunk.samples
-
     def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
         """Run a training step; return its output, whose loss has its weight."""
         (piece,) = step.batches.pieces(batch)
         batches = step.batches
-        forward = Forward(self.weight(batches.chunk), batches.without_samples, step.reduction.exchanging)
+        forward = Forward(batches.samples, batches.without_samples, step.reduction.exchanging)
         with running(forward), batches.training_step(), batches.computing("forward", piece):
             output = step.forward(batch, *args)
             return step.reduction.read(output, batch)
@@ -213,7 +207,7 @@ class Replicas(OneForward):
         counting: AbstractContextManager[None] = nullcontext()
         if piece.samples == 0:
             counting = metrics_kept(self.run.module)
-        samples = self.weight(batches.chunk)
+        samples = batches.samples
         self._log.samples = piece.samples
         if samples is None and piece.samples > 0:
             self._log.samples = _samples_of_several_loaders(piece, batch)
