@@ -326,6 +326,7 @@ def test_every_sample_once_and_every_value_that_of_one_process(world, kind, size
     (alone,) = world(1).run(run, kind, sizes, what, alone=is_stock, **options)
     assert sorted(alone["seen"]) == sorted(value for rank in ranks for value in rank["seen"])
     passes = options.get("max_epochs", 1) // options.get("check_val_every_n_epoch", 1)
+    passes += "num_sanity_val_steps" in options
     names = {"metric", "stepped", "of_all"} & alone["values"].keys()
     if "num_sanity_val_steps" in options:
         names = set()  # what it saw is in `seen`, and in no value
