@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -282,7 +281,6 @@ class ExactEvaluation(Evaluation):
         change = self._changed_in_pass.enter_context
         # Lightning's first call with a batch: hooks of the user come after it.
         change(replaced(strategy, "batch_to_device", self._beginning_batch(running, strategy.batch_to_device)))
-        change(replaced(LightningModule, "log", self._log_of_step(running, LightningModule.log)))
         change(merged_over_ranks(Metric, self.run.world, self._computed))
 
         def is_updated(metric: Metric) -> bool:
@@ -292,13 +290,13 @@ class ExactEvaluation(Evaluation):
         change(replaced(Metric, "update_called", property(is_updated)))
         loop.call_at_end(partial(self._end_steps, running))
 
-    def _log_of_step(self, running: _Pass, log: Callable[..., None]) -> Callable[..., None]:
-        """Return Lightning's `log`, which within a step logs the value of its batch, as one process does."""
+    def _log_of_step(self, log: Callable[..., None]) -> Callable[..., None]:
+        """Return the module's `log`, which logs the value of the batch for a step, as one process does."""
 
-        def logged(module: LightningModule, *args: Any, **kwargs: Any) -> None:
-            self.logs_step = running.state is _PassState.STEPS
+        def logged(*args: Any, **kwargs: Any) -> None:
+            self.logs_step = True
             try:
-                log(module, *args, **kwargs)
+                log(*args, **kwargs)
             finally:
                 self.logs_step = False
 
@@ -323,6 +321,8 @@ class ExactEvaluation(Evaluation):
             running.state = _PassState.STEPS
             self._changed_in_steps.enter_context(gather_refused(_REFUSED))
             self._changed_in_steps.enter_context(running_refused())
+            log = self._log_of_step(self.run.module.log)
+            self._changed_in_steps.enter_context(replaced(self.run.module, "log", log))
 
     def _be_together(self, running: _Pass) -> None:
         """End the steps of this rank, for now."""
