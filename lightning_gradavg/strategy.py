@@ -521,12 +521,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     on_predict_start = on_validation_start
 
     @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        # Lightning's first call with a batch of evaluation; hooks of the user come after it.
-        self._evaluation.begin_batch(dataloader_idx)
-        return super().batch_to_device(batch, device, dataloader_idx)
-
-    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if self._evaluation.through_ddp:
             return super().validation_step(*args, **kwargs)

@@ -258,8 +258,8 @@ def run(
     """Body: evaluate or fit once, and return what the rank saw and got; `alone` as stock Lightning does on a device."""
     seed_everything(7, verbose=False)
     model = Net(kind, sizes, logs)
-    splits = options.pop("split_batches", False)
-    strategy = "auto" if alone else GradAvgStrategy(exact_evaluation=True, split_batches=splits)
+    chosen = {"exact_evaluation": True, **options.pop("strategy", {})}
+    strategy = "auto" if alone else GradAvgStrategy(**chosen)
     callbacks = [Writer()] if what == "predict" and kind in ("indexed", "shuffled") else []
     defaults = {"max_epochs": 1, "limit_train_batches": 1, "num_sanity_val_steps": 0, "callbacks": callbacks}
     trainer: Any = make_trainer(strategy, **{**defaults, **options})
@@ -283,7 +283,8 @@ def run(
 KINDS = ["indexed", "shuffled", "unbatched", "plain", "stream", "several"]
 SIZES = [(5, 1), (10, 4), (1, 1), (12, 1)]  # samples, batch size; some with fewer batches than ranks
 TWICE = {"max_epochs": 2}
-RELOADED = {**TWICE, "reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": 2, "split_batches": True}
+SPLIT = {"strategy": {"split_batches": True}}
+RELOADED = {**TWICE, **SPLIT, "reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": 2}
 SHARED = {"use_distributed_sampler": False}
 ROWS: list[Any] = [
     *grid(KINDS, SIZES, ["validate", "test", "fit", "predict"], [2, 3, 4], [{}]),
@@ -302,6 +303,7 @@ ROWS: list[Any] = [
     ("indexed", (10, 1), "predict", 3, {"call": {"return_predictions": False}}),
     # The value of a step is that of its batch, with sync_dist=True, too.
     *(("indexed", (5, 1), "validate", world_size, {"logs": "steps"}) for world_size in (2, 3)),
+    ("indexed", (5, 1), "validate", 2, {"logs": "steps", "strategy": {"equivalent_to": "single_device"}}),
     # A sanity check counts the batches of the run.
     *((kind, (10, 1), "fit", 2, {"num_sanity_val_steps": 3}) for kind in ("workers", "stream")),
     # Cases 35 and 36: ranks with data of their own, uneven or missing; sums are divided by sums of counts, once.
@@ -326,6 +328,7 @@ def test_every_sample_once_and_every_value_that_of_one_process(world, kind, size
     (alone,) = world(1).run(run, kind, sizes, what, alone=is_stock, **options)
     assert sorted(alone["seen"]) == sorted(value for rank in ranks for value in rank["seen"])
     passes = options.get("max_epochs", 1) // options.get("check_val_every_n_epoch", 1)
+    passes += "num_sanity_val_steps" in options
     names = {"metric", "stepped", "of_all"} & alone["values"].keys()
     if "num_sanity_val_steps" in options:
         names = set()  # what it saw is in `seen`, and in no value

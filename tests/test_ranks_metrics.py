@@ -68,17 +68,20 @@ def samples(size: int) -> list[Batch]:
 class Masks(MeanAveragePrecision):
     """The states and the exchange of a detection metric of masks, which are tuples; its sum needs no pycocotools."""
 
+    detection_mask: list[Any]
+    groundtruth_mask: list[Any]
+
     def __init__(self) -> None:
         Metric.__init__(self)
         self.iou_type = ("segm",)
         self.add_state("detection_mask", default=[], dist_reduce_fx=None)
         self.add_state("groundtruth_mask", default=[], dist_reduce_fx=None)
 
-    def update(self, chance: Tensor, label: Tensor) -> None:
+    def update(self, chance: Any, label: Any) -> None:
         self.detection_mask += [((2, 2), str(float(value)).encode()) for value in chance]
         self.groundtruth_mask += [((2, 2), str(int(value)).encode()) for value in label]
 
-    def compute(self) -> Tensor:
+    def compute(self) -> Any:
         total = 0.0
         for (_, detected), (_, truth) in zip(self.detection_mask, self.groundtruth_mask, strict=True):
             total += float(detected) * (1 + int(truth))
@@ -89,6 +92,8 @@ class Own(Metric):
     """States that torchmetrics reduces wrongly: a tensor that is concatenated, and the mean of the updates."""
 
     full_state_update = False
+    row: Tensor
+    mean: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +251,9 @@ def validate(sizes: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, float]]:
 
 @pytest.mark.parametrize("sizes", [(9,), (9, 1, 3)])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_metrics_have_the_values_of_one_process_wherever_they_are_held(world, world_size, sizes):
+def test_metrics_have_the_values_of_one_process_wherever_they_are_held(
+    world: Any, world_size: int, sizes: tuple[int, ...]
+) -> None:
     ((expected, logged),) = world(1).run(validate, sizes)
     assert set(HELD) == expected.keys()
     # As in Lightning, a metric goes on from loader to loader.

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_mean
 from torchmetrics.wrappers import Running
@@ -113,20 +113,13 @@ def _merged(states: list[Any], updates: list[int], reduction: Callable[[Any], An
             return merged
     elif reduction is dim_zero_cat:
         merged = states
-    elif reduction is dim_zero_mean:
-        return _weighted_mean(states, updates)
     else:
         merged = torch.stack(states)
+        if reduction is dim_zero_mean:
+            return torch.tensordot(merged.new_tensor(updates), merged, dims=1) / sum(updates)
     if reduction is None:
         return merged
     return reduction(merged)
-
-
-def _weighted_mean(states: list[Tensor], updates: list[int]) -> Tensor:
-    total = torch.zeros_like(states[0])
-    for state, count in zip(states, updates, strict=True):
-        total = total + state * count
-    return total / sum(updates)
 
 
 _RUNNING = (

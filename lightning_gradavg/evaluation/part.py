@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -91,9 +90,6 @@ class Evaluation(Part):
     prepares: bool = False
     logs_step: bool = False
 
-    def begin_batch(self, loader_index: int) -> None:
-        """Begin with a batch of a loader, before any hook sees it. Other ranks may have none."""
-
     def own_state(self) -> RandomState:
         """Return the own random state of the process."""
         return random_state()
@@ -140,7 +136,7 @@ class ExactEvaluation(Evaluation):
     2. `prepare_loaders` before Lightning prepares loaders, and `process_dataloader` for each evaluation loader. In
        `fit` this comes once, unless loaders are reloaded.
     3. `on_evaluation_start` begins a pass.
-    4. `begin_batch` before each batch. After the last one of each loader, `_finish_loader`, on all ranks in one order.
+    4. `_begin_batch` before each batch. After the last one of each loader, `_finish_loader`, on all ranks in one order.
     5. `_end_steps` after the last batch, before the hooks at the end.
     6. `on_evaluation_end`, after these hooks. Then 2, 3 or 7 may come next.
     7. `teardown`. If an exception ends the run, `explain` comes before it, in any state.
@@ -149,7 +145,7 @@ class ExactEvaluation(Evaluation):
     |---------------|-------------------------------------|------------------------------------------------------|
     | no pass       | `on_evaluation_end`                 | is none of evaluation's concern                      |
     | `TOGETHER`    | `on_evaluation_start`, `_end_steps` | goes through, and metrics merge their states         |
-    | `STEPS`       | `begin_batch`                       | is an error; `self.log` logs the value of the batch   |
+    | `STEPS`       | `_begin_batch`                      | is an error; `self.log` logs the value of the batch   |
 
     A rank without a batch never leaves `TOGETHER`.
     """
@@ -276,38 +272,47 @@ class ExactEvaluation(Evaluation):
                 f"CombinedLoader(mode={loop.mode!r}) reads evaluation loaders together, which exact evaluation does"
                 " not: of each, another number of batches is dealt. Use 'sequential', or leave exact_evaluation out."
             )
-        self._pass = _Pass(loop)
+        running = _Pass(loop)
+        self._pass = running
         for index, loader in enumerate(loop.loaders):
             self._name_ranks_without_batch(index, loader.ranks_without_batch)
         self._broadcast_buffers()
-        self._changed_in_pass.enter_context(merged_over_ranks(Metric, self.run.world, self._computed))
-        # Ranks compute a metric together, also one that only others have updated.
-        self._changed_in_pass.enter_context(replaced(Metric, "update_called", property(self._is_computable)))
-        self._changed_in_pass.enter_context(replaced(LightningModule, "log", self._log_of_step(LightningModule.log)))
-        loop.call_at_end(self._end_steps)
+        strategy = self.run.trainer.strategy
+        change = self._changed_in_pass.enter_context
+        # Lightning's first call with a batch: hooks of the user come after it.
+        change(replaced(strategy, "batch_to_device", self._beginning_batch(running, strategy.batch_to_device)))
+        change(merged_over_ranks(Metric, self.run.world, self._computed))
 
-    def _is_computable(self, metric: Metric) -> bool:
-        """Return what a metric says of whether it was updated."""
-        together = self._pass is not None and self._pass.state is _PassState.TOGETHER
-        return together or metric.update_count > 0
+        def is_updated(metric: Metric) -> bool:
+            # Ranks compute a metric together, also one that only others have updated.
+            return running.state is _PassState.TOGETHER or metric.update_count > 0
+
+        change(replaced(Metric, "update_called", property(is_updated)))
+        loop.call_at_end(partial(self._end_steps, running))
 
     def _log_of_step(self, log: Callable[..., None]) -> Callable[..., None]:
-        """Return Lightning's `log`, which within a step logs the value of its batch, as one process does."""
+        """Return the module's `log`, which logs the value of the batch for a step, as one process does."""
 
-        def logged(module: LightningModule, *args: Any, **kwargs: Any) -> None:
-            self.logs_step = self._pass is not None and self._pass.state is _PassState.STEPS
+        def logged(*args: Any, **kwargs: Any) -> None:
+            self.logs_step = True
             try:
-                log(module, *args, **kwargs)
+                log(*args, **kwargs)
             finally:
                 self.logs_step = False
 
         return logged
 
-    def begin_batch(self, loader_index: int) -> None:
+    def _beginning_batch(self, running: _Pass, to_device: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the strategy's `batch_to_device`, which begins a batch."""
+
+        def moved(batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+            self._begin_batch(running, dataloader_idx)
+            return to_device(batch, device, dataloader_idx)
+
+        return moved
+
+    def _begin_batch(self, running: _Pass, loader_index: int) -> None:
         """Begin with a batch, and finish the loaders before it. A collective operation if there are some."""
-        running = self._pass
-        if running is None:
-            return
         if running.finished < loader_index:
             self._be_together(running)
         while running.finished < loader_index:
@@ -316,16 +321,16 @@ class ExactEvaluation(Evaluation):
             running.state = _PassState.STEPS
             self._changed_in_steps.enter_context(gather_refused(_REFUSED))
             self._changed_in_steps.enter_context(running_refused())
+            log = self._log_of_step(self.run.module.log)
+            self._changed_in_steps.enter_context(replaced(self.run.module, "log", log))
 
     def _be_together(self, running: _Pass) -> None:
         """End the steps of this rank, for now."""
         running.state = _PassState.TOGETHER
         self._changed_in_steps.close()
 
-    def _end_steps(self) -> None:
+    def _end_steps(self, running: _Pass) -> None:
         """End the steps of the pass, and finish all loaders. A collective operation."""
-        running = self._pass
-        assert running is not None
         self._be_together(running)
         while running.finished < len(running.loaders):
             self._finish_loader(running)
@@ -382,25 +387,13 @@ class ExactEvaluation(Evaluation):
                 results[key] = of_ranks[0]
                 running.taken_over.append(key)
                 if not results[key].is_tensor:
-                    results[key].value = self._metric_of(of_ranks[0].meta)
+                    # A metric is not sent, only its name. Mostly, Lightning logs attributes of the module only.
+                    results[key].value = module.get_submodule(of_ranks[0].meta.metric_attribute)
             if results[key].is_tensor:
                 # Lightning does not compute what has a value.
                 setattr(results[key], COMPUTED, _value_over_ranks(of_ranks).to(module.device))
             else:
                 results[key].compute()
-
-    def _metric_of(self, meta: Any) -> Metric:
-        """Return the metric of this module that another rank has logged."""
-        try:
-            metric = self.run.module.get_submodule(meta.metric_attribute)
-        except AttributeError as error:
-            raise RuntimeError(
-                f"another rank has logged the metric {meta.name!r}, and this one, which had no batch, does not find it:"
-                f" metric_attribute={meta.metric_attribute!r} is no attribute of the LightningModule. Make the metric"
-                " one, or log the value of its compute() in on_validation_epoch_end."
-            ) from error
-        assert isinstance(metric, Metric)
-        return metric
 
     def _name_ranks_without_batch(self, loader_index: int, ranks: Sequence[int]) -> None:
         """Log a line, once in a run, if some ranks have no batch of a loader."""
@@ -490,11 +483,9 @@ def _value_over_ranks(entries: Sequence[Any]) -> Tensor:
     """Return the value of an epoch from what each rank has logged of it."""
     values = torch.stack([entry.value for entry in entries])
     meta = entries[0].meta
+    value: Tensor
     if meta.is_mean_reduction:
-        value: Tensor = values.sum() / torch.stack([entry.cumulated_batch_size for entry in entries]).sum()
+        value = values.sum() / torch.stack([entry.cumulated_batch_size for entry in entries]).sum()
         return value
-    if meta.is_max_reduction:
-        return values.max()
-    if meta.is_min_reduction:
-        return values.min()
-    return values.sum()
+    value = meta.reduce_fx(values)
+    return value
