@@ -5,7 +5,7 @@
 The backwards of a rank add up    sum(w / u * g / N)      N: what the training loop divides losses by
 Before ranks add up, that is multiplied by    N / (Z / u)    the same on all ranks: the *factor*
 
-u is a power of two near the largest weight of the window before (`WeightUnit`): so losses keep their magnitude.
+u is near the largest weight of the window before (`WeightUnit`): so losses keep their magnitude.
 
 The weight is on the loss, and not on what ranks send: through `gather` and batch norm over all ranks, a loss has
 gradients on other ranks, which must carry the weight of that loss.
@@ -71,15 +71,17 @@ class Ranks(NamedTuple):
 class WeightUnit:
     """The unit u of the weights that losses carry, so that the largest w / u is between 1/2 and 1.
 
-    4096 tokens times a loss overflow the activations of float16 where the result does not. The unit is a power of two,
-    so that dividing by it is exact, and the same on all ranks:
+    4096 tokens times a loss overflow the activations of float16 where the result does not. If all weights are equal, u
+    is that weight: so losses carry 1, DDP's buckets 1 / W, and the gradients have stock's bits. Else it is a power of
+    two, so that dividing by it is exact. It is the same on all ranks:
 
     | rule and window                                  | u is chosen by                                           |
     |--------------------------------------------------|----------------------------------------------------------|
     | a rule whose w is no weight, or a reproducible   | nobody: u is 1. A run that is resumed has not seen the   |
     | run                                              | weights before                                           |
     | the first micro-batch of the run                 | an exchange of all ranks, once                           |
-    | any window after one in which something counted  | the rows of that window, which hold the largest w        |
+    | any window after one in which something counted  | the rows of that window, which hold the smallest w and   |
+    |                                                  | the largest                                              |
 
     So a first weight that is not typical serves its own window alone, and no rank asks for an exchange alone: ranks may
     have different numbers of micro-batches.
@@ -101,7 +103,8 @@ class WeightUnit:
         self._is_chosen = True
         with torch.profiler.record_function("GradAvg: choose unit"):
             rows = RowExchange([multiplier], self._ranks.device, self._ranks.world.group).read()
-        self.follow(max(multiplier_of_rank for (multiplier_of_rank,) in rows))
+        counting = [multiplier_of_rank for (multiplier_of_rank,) in rows if multiplier_of_rank > 0]
+        self.follow(min(counting, default=math.inf), max(counting, default=0.0))
 
     def hold(self) -> float:
         """Return u for a window that begins, and keep it until `release`: all losses of a window carry the same."""
@@ -112,9 +115,12 @@ class WeightUnit:
         """End the `hold` of a window."""
         self._open_windows -= 1
 
-    def follow(self, largest: float) -> None:
-        """Choose u for the next windows by the largest w, unless a window is open or nothing counts."""
+    def follow(self, smallest: float, largest: float) -> None:
+        """Choose u for the next windows by the w that count, unless a window is open or nothing counts."""
         if not self._follows_weights or self._open_windows > 0 or largest == 0:
+            return
+        if smallest == largest:
+            self.value = largest
             return
         _, exponent = math.frexp(largest)
         # Within these bounds the power and its inverse are normal numbers of float64.
@@ -181,7 +187,7 @@ class Window:
     The calls for each micro-batch, in this order:
 
     1. `add` before the backward. It returns what the gradient of the loss is multiplied by. With the last micro-batch
-       of the window, this rank sends its row.
+       of the window, this rank sends its row, if Z depends on what ranks say or on where a user ends windows.
     2. `begin_backward`. Gradients from before the window leave the parameters in its first backward, and not in `add`:
        Lightning zeroes gradients in between.
     3. The backward runs. DDP's hook asks for the `factor` in the window's last backward, and waits for the ranks' rows
@@ -216,6 +222,11 @@ class Window:
         """
         self._rule = rule
         self._ranks = ranks
+        # Lightning ends the windows of all ranks together. Where it does, and Z does not depend on what ranks say, they
+        # exchange nothing: a problem is then one of the program, which all of them run.
+        self._world = ranks.world
+        if rule.normalizer in ("1/L", "1/W") and not user_ends_windows:
+            self._world = World()
         self._gradients = gradients
         self._unit = unit
         self._user_ends_windows = user_ends_windows
@@ -288,8 +299,7 @@ class Window:
         contents.has_ended = ends
         self._change(WindowState.WEIGHED)
         if ends:
-            with torch.profiler.record_function("GradAvg: exchange rows"):
-                contents.exchange = RowExchange(self._row(), self._ranks.device, self._ranks.world.group)
+            contents.exchange = RowExchange(self._row(), self._ranks.device, self._world.group)
         return share.multiplier / contents.unit
 
     def multiplier(self, micro_batch: MicroBatch) -> float:
@@ -359,13 +369,15 @@ class Window:
         present = [micro_batch for micro_batch in contents.micro_batches if not micro_batch.absent]
         normalizers = [share.normalizer for share in contents.shares]
         normalizer = exact_sum(normalizers)
+        counting = [share.multiplier for share in contents.shares if share.multiplier > 0]
         agreement = NOTHING_TO_COMPARE
         if present:
             agreement = _digest(repr(self._must_agree()))
         return Row(
             normalizer=normalizer,
             remainder=exact_sum([*normalizers, -normalizer]),
-            largest=max(share.multiplier for share in contents.shares),
+            smallest=min(counting, default=math.inf),
+            largest=max(counting, default=0.0),
             problems=float(sum(micro_batch.problem is not None for micro_batch in contents.micro_batches)),
             agreement=agreement,
             weights=_digest(repr([micro_batch.weight for micro_batch in contents.micro_batches])),
@@ -379,7 +391,7 @@ class Window:
             weights = "a weight given"
         if self._rule.averages_window:
             weights += f", in a window of {len(contents.micro_batches)}, which {self._rule.name!r} depends on"
-        return [weights, f"divided by {contents.divisor:g}", f"in units of {contents.unit:g}"]
+        return [weights, f"divided by {contents.divisor:g}", f"in units of {contents.unit!r}"]
 
     def begin_backward(self, *, is_last_of_step: bool = True, is_in_last_step: bool = True) -> None:
         """Begin the backward of the loss that was added last; arguments as in `Backward`."""
@@ -466,13 +478,13 @@ class Window:
             problems.append(problem)
         # A cause that several ranks share is named once (`test_the_first_line_names_a_misspelt_weight_once`).
         ranks_of_problem: dict[str, list[int]] = {}
-        for rank, problems_of_rank in enumerate(self._ranks.world.gather_objects(problems)):
+        for rank, problems_of_rank in enumerate(self._world.gather_objects(problems)):
             for problem in problems_of_rank:
                 ranks_of_problem.setdefault(problem, []).append(rank)
         lines = []
         for problem, ranks in ranks_of_problem.items():
             where = ""
-            if len(ranks) < self._ranks.world.size:
+            if len(ranks) < self._world.size:
                 where = f" {on_ranks(ranks)}"
             lines.append(f"{where}: {problem.removesuffix('.')}.")
         found = "\n ".join(lines)
@@ -480,7 +492,7 @@ class Window:
 
     def _raise_difference(self) -> NoReturn:
         differing = ""
-        for texts_of_ranks in zip(*self._ranks.world.gather_objects(self._must_agree()), strict=True):
+        for texts_of_ranks in zip(*self._world.gather_objects(self._must_agree()), strict=True):
             if not differing and len(set(texts_of_ranks)) > 1:
                 differing = by_value(texts_of_ranks)
         raise ValueError(
@@ -489,7 +501,7 @@ class Window:
 
     def _raise_different_weights(self) -> NoReturn:
         weights = [micro_batch.weight for micro_batch in self._contents.micro_batches]
-        differing = by_value(f"weights {weights}" for weights in self._ranks.world.gather_objects(weights))
+        differing = by_value(f"weights {weights}" for weights in self._world.gather_objects(weights))
         raise ValueError(
             f"reduction={self._rule.name!r}: ranks of one tensor-parallel group weigh one batch differently:"
             f" {differing}. Have them read the same batches."
@@ -554,7 +566,7 @@ class Window:
         self._gradients.add_earlier()
         rows = self._rows()
         self._clear()
-        self._unit.follow(max(row.largest for row in rows))
+        self._unit.follow(min(row.smallest for row in rows), max(row.largest for row in rows))
 
     def abandon(self) -> None:
         """Discard the window and its gradients, and restore those from before it."""
