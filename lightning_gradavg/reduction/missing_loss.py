@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_gradavg._lightning.internals import store_of_world
 from lightning_gradavg._lightning.part import Run
-from lightning_gradavg.reduction.kept import add_gradients, take_gradients
+from lightning_gradavg.reduction.gradients import add_gradients, take_gradients
 
 __all__ = ["RUN_NUMBERS", "StepWithoutLoss"]
 
