@@ -275,7 +275,7 @@ class Window:
         """
         if self.state == WindowState.WEIGHED:
             self.abandon()  # the backward of that loss never began, as in a pass of Lightning without backward
-        problem = self._problem_of_loop()
+        problem = self._give_up_if_zeroed()
         contents = self._contents
         is_first = not contents.micro_batches
         if is_first:
@@ -303,12 +303,18 @@ class Window:
         return share.multiplier / contents.unit
 
     def multiplier(self, micro_batch: MicroBatch) -> float:
-        """Return w / u of a micro-batch. A collective operation in the first one of a run."""
+        """Return w / u of a loss that is not added yet: its backward tells which of several models it reaches.
+
+        A collective operation in the first one of a run.
+        """
         share, _ = self._share(micro_batch)
         return share.multiplier / self._unit.value
 
     def _share(self, micro_batch: MicroBatch) -> tuple[Share, MicroBatch]:
-        """Return the share of a micro-batch, and the micro-batch with its problem if the weight cannot be used."""
+        """Return the share of a micro-batch, and the micro-batch with its problem if the weight cannot be used.
+
+        The first weight of a run also chooses the unit, a collective operation.
+        """
         # In the backward of a problem the loss counts nothing; its backward still runs, as other ranks may wait for it.
         share = Share(0.0, 0.0)
         if not micro_batch.absent and micro_batch.problem is None:
@@ -325,8 +331,8 @@ class Window:
             )
         return share, micro_batch
 
-    def _problem_of_loop(self) -> str | None:
-        """Begin anew if the user has zeroed all gradients of an open window; return the problem of some."""
+    def _give_up_if_zeroed(self) -> str | None:
+        """Give up an open window if the user has zeroed all of its gradients; return a problem if only some."""
         if self.state != WindowState.OPEN or not self._user_ends_windows:
             return None
         parameters, marks = self._contents.parameters, self._contents.marks
