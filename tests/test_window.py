@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
@@ -271,7 +271,6 @@ def test_no_step_keeps_its_loss(runs):
 def test_a_weighed_loss_keeps_its_value():
     """Hooks of parameters see the gradient times w / u."""
     loop = Loop()
-    loop.unit.choose(4.0)
     seen: list[float] = []
     loop.first.register_hook(lambda gradient: seen.append(gradient.item()))
     factor = loop.window.add(MicroBatch(3), ends=True)
@@ -334,37 +333,33 @@ def test_the_unit_is_that_of_the_last_window_in_which_something_counted():
         found.append(loop.window.add(MicroBatch(weight), ends=True))
         loop.window.abandon()
         loop.backward(1.0, weight, last=True)
-    assert [1.0, 4096 * 2.0**20, 0.0, 3 * 2.0**-12] == found
+    assert [0.5, 4096 * 2.0**19, 0.0, 3 * 2.0**-13] == found
 
 
 def test_the_unit_stays_while_a_window_is_open():
     """All losses of a window carry the same, whatever the windows of other models were."""
     loop = Loop()
     loop.backward(1.0, 1, last=False)
-    loop.unit.follow(1024.0, 1024.0)
-    assert loop.unit.value == 1
-    loop.backward(1.0, 3, last=True)
+    loop.unit.follow(1024.0)
+    assert loop.unit.value == 2
+    loop.backward(1.0, 2, last=True)
     assert loop.unit.value == 2.0**2
 
 
-@example(3.0, 3.0)
-@given(st.floats(1e-300, 1e300), st.floats(1e-300, 1e300))
-def test_the_unit_is_a_power_of_two_or_the_one_weight_of_all(first, second):
+@given(st.floats(1e-300, 1e300))
+def test_the_unit_is_a_power_of_two(number):
     """Multiplying by it is exact, and brings the largest weight near 1."""
     unit = WeightUnit(RULES["weighted_mean"], ALONE)
-    unit.follow(min(first, second), max(first, second))
-    if first == second:
-        assert unit.value == first
-    else:
-        assert math.frexp(unit.value)[0] == 0.5
-        assert 0.5 <= max(first, second) / unit.value <= 1
+    unit.choose(number)
+    assert math.frexp(unit.value)[0] == 0.5
+    assert 0.5 <= number / unit.value <= 1
 
 
 @pytest.mark.parametrize("name", ["mean", "sum", "normalized_sum", "mean_of_node_means"])
 def test_rules_whose_multiplier_is_no_weight_have_no_unit(name):
     unit = WeightUnit(RULES[name], ALONE)
     unit.choose(4096.0)
-    unit.follow(4096.0, 4096.0)
+    unit.follow(4096.0)
     assert unit.value == 1
 
 
@@ -381,7 +376,7 @@ def test_a_bucket_of_a_backward_that_was_not_weighed():
 
 
 def row(*, agreement: float = 7.0, normalizer: float = 1.0, problems: float = 0.0, weights: float = 5.0) -> Row:
-    return Row(normalizer, 0.0, 1.0, 1.0, problems, agreement, weights)
+    return Row(normalizer, 0.0, 1.0, problems, agreement, weights)
 
 
 @pytest.mark.parametrize(
@@ -404,7 +399,7 @@ def row(*, agreement: float = 7.0, normalizer: float = 1.0, problems: float = 0.
 def test_the_factor_of_all_ranks_rows(rows, copies, factor):
     """1 / Z, or 0 where all ranks will raise. A rank without a micro-batch agrees with all."""
     loop = Loop()
-    loop.unit.choose(1.0)  # u is 1
+    loop.unit.choose(0.75)  # u is 1
     loop.window.add(MicroBatch(1), ends=True)
     loop.window.begin_backward()
     loop.window._gradients.copies = copies

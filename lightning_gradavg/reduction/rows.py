@@ -23,7 +23,6 @@ class Row(NamedTuple):
 
     normalizer: float  # the sum of z
     remainder: float  # what rounding took off that sum, so that Z does not depend on which rank added up what
-    smallest: float  # the smallest w above 0; infinity if nothing counts
     largest: float  # the largest w
     problems: float  # number of micro-batches with a problem
     agreement: float  # digest of what must be the same on all ranks, or `NOTHING_TO_COMPARE`

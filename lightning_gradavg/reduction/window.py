@@ -5,7 +5,7 @@
 The backwards of a rank add up    sum(w / u * g / N)      N: what the training loop divides losses by
 Before ranks add up, that is multiplied by    N / (Z / u)    the same on all ranks: the *factor*
 
-u is near the largest weight of the window before (`WeightUnit`): so losses keep their magnitude.
+u is a power of two near the largest weight of the window before (`WeightUnit`): so losses keep their magnitude.
 
 The weight is on the loss, and not on what ranks send: through `gather` and batch norm over all ranks, a loss has
 gradients on other ranks, which must carry the weight of that loss.
@@ -71,17 +71,17 @@ class Ranks(NamedTuple):
 class WeightUnit:
     """The unit u of the weights that losses carry, so that the largest w / u is between 1/2 and 1.
 
-    4096 tokens times a loss overflow the activations of float16 where the result does not. If all weights are equal, u
-    is that weight: so losses carry 1, DDP's buckets 1 / W, and the gradients have stock's bits. Else it is a power of
-    two, so that dividing by it is exact. It is the same on all ranks:
+    4096 tokens times a loss overflow the activations of float16 where the result does not. The unit is a power of two,
+    so that dividing by it is exact, and the same on all ranks. So a resumed run, which begins with another u, has the
+    bits of one that was not interrupted. The one weight of all, which would give equal weights stock's bits, would not
+    do; equal weights that are powers of two have them anyway (`test_ranks_stock.py`: equal weights).
 
     | rule and window                                  | u is chosen by                                           |
     |--------------------------------------------------|----------------------------------------------------------|
     | a rule whose w is no weight, or a reproducible   | nobody: u is 1. A run that is resumed has not seen the   |
     | run                                              | weights before                                           |
     | the first micro-batch of the run                 | an exchange of all ranks, once                           |
-    | any window after one in which something counted  | the rows of that window, which hold the smallest w and   |
-    |                                                  | the largest                                              |
+    | any window after one in which something counted  | the rows of that window, which hold the largest w        |
 
     So a first weight that is not typical serves its own window alone, and no rank asks for an exchange alone: ranks may
     have different numbers of micro-batches.
@@ -103,8 +103,7 @@ class WeightUnit:
         self._is_chosen = True
         with torch.profiler.record_function("GradAvg: choose unit"):
             rows = RowExchange([multiplier], self._ranks.device, self._ranks.world.group).read()
-        counting = [multiplier_of_rank for (multiplier_of_rank,) in rows if multiplier_of_rank > 0]
-        self.follow(min(counting, default=math.inf), max(counting, default=0.0))
+        self.follow(max(multiplier_of_rank for (multiplier_of_rank,) in rows))
 
     def hold(self) -> float:
         """Return u for a window that begins, and keep it until `release`: all losses of a window carry the same."""
@@ -115,12 +114,9 @@ class WeightUnit:
         """End the `hold` of a window."""
         self._open_windows -= 1
 
-    def follow(self, smallest: float, largest: float) -> None:
-        """Choose u for the next windows by the w that count, unless a window is open or nothing counts."""
+    def follow(self, largest: float) -> None:
+        """Choose u for the next windows by the largest w, unless a window is open or nothing counts."""
         if not self._follows_weights or self._open_windows > 0 or largest == 0:
-            return
-        if smallest == largest:
-            self.value = largest
             return
         _, exponent = math.frexp(largest)
         # Within these bounds the power and its inverse are normal numbers of float64.
@@ -375,15 +371,13 @@ class Window:
         present = [micro_batch for micro_batch in contents.micro_batches if not micro_batch.absent]
         normalizers = [share.normalizer for share in contents.shares]
         normalizer = exact_sum(normalizers)
-        counting = [share.multiplier for share in contents.shares if share.multiplier > 0]
         agreement = NOTHING_TO_COMPARE
         if present:
             agreement = _digest(repr(self._must_agree()))
         return Row(
             normalizer=normalizer,
             remainder=exact_sum([*normalizers, -normalizer]),
-            smallest=min(counting, default=math.inf),
-            largest=max(counting, default=0.0),
+            largest=max(share.multiplier for share in contents.shares),
             problems=float(sum(micro_batch.problem is not None for micro_batch in contents.micro_batches)),
             agreement=agreement,
             weights=_digest(repr([micro_batch.weight for micro_batch in contents.micro_batches])),
@@ -397,7 +391,7 @@ class Window:
             weights = "a weight given"
         if self._rule.averages_window:
             weights += f", in a window of {len(contents.micro_batches)}, which {self._rule.name!r} depends on"
-        return [weights, f"divided by {contents.divisor:g}", f"in units of {contents.unit!r}"]
+        return [weights, f"divided by {contents.divisor:g}", f"in units of {contents.unit:g}"]
 
     def begin_backward(self, *, is_last_of_step: bool = True, is_in_last_step: bool = True) -> None:
         """Begin the backward of the loss that was added last; arguments as in `Backward`."""
@@ -572,7 +566,7 @@ class Window:
         self._gradients.add_earlier()
         rows = self._rows()
         self._clear()
-        self._unit.follow(min(row.smallest for row in rows), max(row.largest for row in rows))
+        self._unit.follow(max(row.largest for row in rows))
 
     def abandon(self) -> None:
         """Discard the window and its gradients, and restore those from before it."""
