@@ -35,6 +35,25 @@ EIGHT: Any = range(8)
 LIMITS = st.none() | st.integers(min_value=1, max_value=7)
 
 
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        ({"x": torch.zeros(4, 2), "y": torch.zeros(4)}, 4),
+        ({"nodes": torch.zeros(7, 2), "edges": torch.zeros(2, 9)}, None),
+        ([torch.zeros(2), torch.zeros(2)], None),
+        ("a text", None),
+    ],
+)
+def test_the_samples_of_a_ready_made_batch_that_nobody_cuts(batch, samples):
+    """Where they are not known, no number stands for them: else batches of any size would weigh alike."""
+    loader = SplitLoader([batch], Split(), World())
+    read = []
+    for found in loader:
+        assert batch is found
+        read.append(loader.samples)
+    assert [samples] == read
+
+
 @given(size=st.integers(1, 40), world_size=st.integers(1, 6), replicas=st.none() | st.integers(1, 8), limit=LIMITS)
 def test_pieces_cover_the_batch_once(size: int, world_size: int, replicas: int | None, limit: int | None) -> None:
     """The ranks' pieces hold every sample once, in order, and never too many.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from ranks import make_trainer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -77,7 +80,7 @@ SCOPES: Mapping[str, tuple[Callable[[], None], set[str]]] = {
         partial(train, WEIGHTED, accumulate_grad_batches=3),
         {"choose unit", "exchange rows", "wait for rows", "reduce bucket"},
     ),
-    "sum": (partial(train, {"reduction": "sum"}), {"exchange rows"}),
+    "sum": (partial(train, {"reduction": "sum"}), {"reduce bucket"}),
     "kept gradients": (partial(train, WEIGHTED), {"keep gradients", "add kept gradients"}),
     "weight 0": (weigh_zero, {"pass no NaN"}),
     "reproducible": (
@@ -124,6 +127,70 @@ def profiled(name: str) -> tuple[set[str], set[str]]:
             if parent is None:
                 outside.add(event.name)
     return scopes, outside
+
+
+BATCHES = 8
+FIRST, LAST = 4, 6
+"""Of the batches that are counted: ranks that split batches compare what they read at the 1st, 2nd, 4th and 8th."""
+COLLECTIVES: Mapping[str, tuple[Callable[[], Strategy], int, tuple[int, int]]] = {
+    "stock": (DDPStrategy, 1, (3, 0)),
+    "mean": (GradAvgStrategy, 1, (3, 0)),
+    "mean in windows": (GradAvgStrategy, 3, (1, 0)),
+    "sum": (partial(GradAvgStrategy, reduction="sum"), 1, (3, 0)),
+    "sum in windows": (partial(GradAvgStrategy, reduction="sum"), 3, (1, 0)),
+    "mean_of_node_sums": (partial(GradAvgStrategy, reduction="mean_of_node_sums"), 1, (3, 0)),
+    "mean_of_node_means in windows": (partial(GradAvgStrategy, reduction="mean_of_node_means"), 3, (1, 0)),
+    "weighted_mean": (partial(GradAvgStrategy, **WEIGHTED), 1, (3, 3)),
+    "weighted_mean in windows": (partial(GradAvgStrategy, **WEIGHTED), 3, (1, 1)),
+    "normalized_sum": (partial(GradAvgStrategy, reduction="normalized_sum"), 1, (3, 3)),
+    "split_batches": (partial(GradAvgStrategy, split_batches=True), 1, (3, 3)),
+    "data_parallel": (partial(GradAvgStrategy, equivalent_to="data_parallel"), 1, (3, 3)),
+    "single_device": (partial(GradAvgStrategy, equivalent_to="single_device"), 1, (3, 3)),
+    "single_device in windows": (partial(GradAvgStrategy, equivalent_to="single_device"), 3, (1, 1)),
+}
+"""Of each: the strategy, the batches of a window, and the all-reduces and rows of three batches; nothing else comes."""
+
+
+class Counting(Callback):
+    """Counts the collectives of some batches, from the hooks before `training_step` to those behind it."""
+
+    def __init__(self) -> None:
+        self.profile = profile(activities=[ProfilerActivity.CPU])
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == FIRST:
+            self.profile.start()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == LAST:
+            self.profile.stop()
+
+
+def collectives(name: str) -> dict[str, int]:
+    """Body: return how many collectives of each kind some batches have."""
+    make, window, _ = COLLECTIVES[name]
+    strategy = make()
+    counting = Counting()
+    data: Any = torch.arange(2.0 * BATCHES)
+    trainer = make_trainer(
+        strategy, max_epochs=1, accumulate_grad_batches=window, use_distributed_sampler=False, callbacks=[counting]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(Toy(dtype=torch.float32), DataLoader(data, batch_size=2))
+    found = Counter(event.name for event in counting.profile.events() if event.name.startswith("c10d::"))
+    return dict(found)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_step_has_the_collectives_of_stock_and_at_most_one_row(name, world):
+    _, _, (buckets, rows) = COLLECTIVES[name]
+    # Lightning broadcasts whether a signal has come, behind each batch.
+    of_lightning = {"c10d::broadcast_": LAST - FIRST}
+    expected = {**of_lightning, "c10d::allreduce_": buckets}
+    if rows:
+        expected["c10d::alltoall_base_"] = rows
+    assert [expected, expected] == world(2).run(collectives, name)
 
 
 @pytest.mark.parametrize("name", SCOPES)

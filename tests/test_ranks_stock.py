@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
@@ -413,6 +414,31 @@ def test_a_step_is_that_of_stock_ddp(world, name, size):
         assert its.hooks == mine.hooks
         assert its.standing == mine.standing
     assert all(torch.equal(ours[0].weights, mine.weights) for mine in ours)
+
+
+class EquallyWeighed(Nets):
+    """Every loss of every rank has one weight."""
+
+    def training_step(self, *args: Any) -> Any:
+        loss = super().training_step(*args)
+        if isinstance(self.trainer.strategy, GradAvgStrategy):
+            return {"loss": loss, "weight": 8}
+        return loss
+
+
+def weigh_equally(of: Callable[..., DDPStrategy], window: int) -> Tensor:
+    nets = EquallyWeighed(Scenario(plain, window=window, trainer={"accumulate_grad_batches": window}))
+    fit(nets, of)
+    return flat(nets.parameters())
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("size", [2, 3])
+def test_equal_weights_have_the_bits_of_stock(world, size, window):
+    """If they are powers of two: in u they are exact. DDP itself multiplies by 1 / W (`mark_variable_ready_dense`)."""
+    stock = world(size).run(weigh_equally, DDPStrategy, window)
+    ours = world(size).run(weigh_equally, partial(GradAvgStrategy, reduction="weighted_mean"), window)
+    assert [True] * size == [torch.equal(its, mine) for its, mine in zip(stock, ours, strict=True)]
 
 
 class TwoByHand(LightningModule):

@@ -19,8 +19,7 @@ from toys import approx
 from lightning_gradavg._support.collectives import World
 from lightning_gradavg._support.place import Place
 from lightning_gradavg.reduction import window as window_module
-from lightning_gradavg.reduction.gradients import Backward, scale_gradients
-from lightning_gradavg.reduction.kept import Apart
+from lightning_gradavg.reduction.gradients import KeepsApart, scale_gradients
 from lightning_gradavg.reduction.loss import MicroBatch, weighed
 from lightning_gradavg.reduction.rows import NOTHING_TO_COMPARE, Row, exact_sum
 from lightning_gradavg.reduction.window import Ranks, WeightUnit, Window, WindowState
@@ -29,27 +28,20 @@ from lightning_gradavg.rules import RULES, Rule, Share
 ALONE = Ranks(World(), (Place(),), torch.device("cpu"))
 
 
-class OfOneRank:
+class OfOneRank(KeepsApart):
     """The gradients of a model on one rank, which are multiplied after the last backward."""
 
     copies = 1
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
         self._parameters = parameters
-        self._apart = Apart()
 
     def parameters(self) -> Sequence[nn.Parameter]:
         return self._parameters
 
     def leaves(self) -> Sequence[nn.Parameter]:
         return self._parameters
-
-    def begin_backward(self, parameters: Sequence[nn.Parameter], backward: Backward) -> None:
-        self._apart.enter(parameters)
-
-    def end_backward(self, backward: Backward) -> None:
-        if not backward.is_last_of_step:
-            self._apart.leave()
 
     def reduce(self, parameters: Sequence[nn.Parameter], factor: float, *, in_hook: bool) -> None:
         if factor == 0:
@@ -60,15 +52,6 @@ class OfOneRank:
 
     def reduce_unfrozen(self, factor: float) -> None:
         raise AssertionError("a window does not call it")
-
-    def add_earlier(self) -> None:
-        self._apart.add_earlier()
-
-    def abandon(self, *, are_zeroed: bool = False) -> None:
-        if are_zeroed:
-            self._apart.drop()
-        else:
-            self._apart.restore_earlier()
 
 
 class Loop:

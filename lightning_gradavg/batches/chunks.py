@@ -71,7 +71,7 @@ class Chunk(NamedTuple):
     """What a rank has of a loader batch."""
 
     pieces: Sequence[Piece]  # in the order in which they are computed; of a rank without samples, its stand-in
-    samples: int | None  # that count: 0 of a stand-in; None of several loaders whose batches have no common number
+    samples: int | None  # that count: 0 of a stand-in; None if nobody can tell, or of loaders without a common number
     batch_samples: int  # number of samples of the loader batch
     layout: tuple[int, ...]  # number of pieces that count, of each rank
 

@@ -329,11 +329,11 @@ class SplitLoader(LoaderWrapper):
 
     def _cut_ready(self, batch: Any) -> tuple[Chunk, list[Any]]:
         """Return this rank's chunk of a batch that comes ready made, and its pieces."""
-        if not self.split.cuts:
-            return self.split.cut(_rows_or_one(batch)), [batch]
         try:
             rows = rows_of(batch)
         except ValueError as error:
+            if not self.split.cuts:
+                return self.split.cut(1)._replace(samples=None), [batch]
             raise ValueError(
                 f"{type(self.loader).__name__} yields a ready-made batch of type {type(batch).__name__} that cannot be"
                 f" cut into rows: {error}. Let a DataLoader collate it: give it a dataset of single samples, a"
@@ -403,7 +403,8 @@ def compare_at_times(read: ReadBatch) -> None:
 def _refusing_threads(batches: Iterator[Any], name: str) -> Iterator[Any]:
     """Yield batches, or raise a RuntimeError if a thread of this process reads them ahead.
 
-    What it draws comes from whatever stream the training step draws from at that moment.
+    What it draws comes from whatever stream the training step draws from at that moment. A thread that `iter()` has
+    started is not found: there, torch starts its own, which move what workers have read.
     """
     before = set(threading.enumerate())
     for batch in batches:
@@ -414,14 +415,6 @@ def _refusing_threads(batches: Iterator[Any], name: str) -> Iterator[Any]:
                 " num_workers=1, or without the thread."
             )
         yield batch
-
-
-def _rows_or_one(batch: Any) -> int:
-    """Return the rows of a batch that nobody cuts; 1 if nobody can tell."""
-    try:
-        return rows_of(batch)
-    except ValueError:
-        return 1
 
 
 _WITHOUT_SPLITTING = (

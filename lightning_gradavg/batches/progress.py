@@ -98,12 +98,12 @@ class Progress:
         """Note the own state from which a resumed run would go on with the batch that is about to be moved."""
         if self.loop.ready % self.loop.accumulation != 0:
             return  # within a window, which is repeated from its first batch on
-        self._transfer_own = random_state()
         for of_loader in fetched:
             # A loader without length was read ahead, while training drew.
             if of_loader is not None and of_loader.own is not None and of_loader.read.record.order.has_length:
                 self._transfer_own = of_loader.own
                 return
+        self._transfer_own = random_state()
 
     def own_state(self) -> RandomState:
         """Return the own state of the process from which a resumed run goes on.

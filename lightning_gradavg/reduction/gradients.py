@@ -19,9 +19,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradavg._support.flat import local_part
 from lightning_gradavg.reduction.average import reduce_alike
-from lightning_gradavg.reduction.kept import Apart
 
-__all__ = ["Backward", "Gradients", "ReplicatedGradients", "ignored_parameters", "scale_gradients"]
+__all__ = [
+    "Backward",
+    "Gradients",
+    "KeepsApart",
+    "ReplicatedGradients",
+    "add_gradients",
+    "ignored_parameters",
+    "scale_gradients",
+    "take_gradients",
+]
 
 
 class Backward(NamedTuple):
@@ -75,7 +83,64 @@ class Gradients(Protocol):
         """Discard the gradients of the window, and restore those from before it unless the user has zeroed both."""
 
 
-class ReplicatedGradients:
+class KeepsApart:
+    """Keeps the gradients of a window and those from before it apart, which the factor of the window must not multiply.
+
+    `.grad` is the only place where autograd accumulates and an optimizer reads. So the gradients from before the window
+    leave it when its first backward begins, and are added when it is reduced. Within `training_step`, after a backward
+    of a piece that is not the step's last, they change places: Lightning zeroes gradients after the step.
+    """
+
+    def __init__(self) -> None:
+        """Begin with no window."""
+        self._holding: Sequence[nn.Parameter] | None = None  # the parameters, while they hold the window's gradients
+        self._earlier: dict[nn.Parameter, Tensor] = {}  # from before the window, while the parameters hold its own
+        self._of_window: dict[nn.Parameter, Tensor] = {}  # while the parameters hold those from before it
+
+    def begin_backward(self, parameters: Sequence[nn.Parameter], backward: Backward) -> None:  # noqa: ARG002  # all
+        """Have the parameters hold the gradients of the window."""
+        if self._holding is not None:
+            return
+        self._holding = parameters
+        earlier = take_gradients(parameters)
+        if earlier:
+            # A copy: under `gradient_as_bucket_view` a gradient is a view of DDP's bucket, which the next reduction
+            # overwrites (`cases.py`: "added to gradients that are kept", into views).
+            with torch.profiler.record_function("GradAvg: keep gradients"):
+                self._earlier = {parameter: gradient.clone() for parameter, gradient in earlier.items()}
+        add_gradients(self._of_window)
+        self._of_window = {}
+
+    def end_backward(self, backward: Backward) -> None:
+        """Have the parameters hold the gradients from before the window, if Lightning zeroes some before it goes on."""
+        if backward.is_last_of_step:
+            return
+        assert self._holding is not None
+        self._of_window = take_gradients(self._holding)
+        self._holding = None
+        add_gradients(self._earlier)
+        self._earlier = {}
+
+    def add_earlier(self) -> None:
+        """End the window: the parameters hold the sum of both."""
+        add_gradients(self._earlier)
+        self._forget()
+
+    def abandon(self, *, are_zeroed: bool = False) -> None:
+        """Discard the gradients of the window, and restore those from before it, unless the user has zeroed both."""
+        if self._holding is not None and not are_zeroed:
+            # Also where there was none: what the window has accumulated is of this rank alone, not reduced.
+            for parameter in self._holding:
+                parameter.grad = self._earlier.get(parameter)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._holding = None
+        self._earlier = {}
+        self._of_window = {}
+
+
+class ReplicatedGradients(KeepsApart):
     """The gradients of a model that every rank has in full. DDP sums them, and its hook multiplies every bucket.
 
     DDP does not know parameters that were frozen when it was built (`_build_params_for_reducer`). Stock DDP leaves each
@@ -87,6 +152,7 @@ class ReplicatedGradients:
 
     def __init__(self, model: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
         """Serve a wrapped model; a `group` of None is this rank alone."""
+        super().__init__()
         self._parameters = list(model.module.parameters())
         self._group = group
         ignored = set(ignored_parameters(model))
@@ -97,7 +163,6 @@ class ReplicatedGradients:
                 self._in_buckets.append(parameter)
             elif name not in ignored:
                 self._frozen.append(parameter)
-        self._apart = Apart()
 
     def parameters(self) -> Sequence[nn.Parameter]:
         """Return all parameters of the model."""
@@ -106,15 +171,6 @@ class ReplicatedGradients:
     def leaves(self) -> Sequence[nn.Parameter]:
         """Return the same: autograd accumulates into them."""
         return self._parameters
-
-    def begin_backward(self, parameters: Sequence[nn.Parameter], backward: Backward) -> None:  # noqa: ARG002  # as above
-        """Take away the gradients from before the window."""
-        self._apart.enter(parameters)
-
-    def end_backward(self, backward: Backward) -> None:
-        """Give them back where Lightning zeroes gradients before the window goes on."""
-        if not backward.is_last_of_step:
-            self._apart.leave()
 
     def reduce(self, parameters: Sequence[nn.Parameter], factor: float, *, in_hook: bool) -> None:  # noqa: ARG002  # all
         """Sum what DDP does not know; raise a RuntimeError if DDP has not reduced the rest. A collective operation."""
@@ -142,16 +198,28 @@ class ReplicatedGradients:
         """The parameters that train now, and were frozen when the model was wrapped."""
         return [parameter for parameter in self._frozen if parameter.requires_grad]
 
-    def add_earlier(self) -> None:
-        """Add the gradients from before the window."""
-        self._apart.add_earlier()
 
-    def abandon(self, *, are_zeroed: bool = False) -> None:
-        """Restore the gradients from before the window, unless the user has zeroed both."""
-        if are_zeroed:
-            self._apart.drop()
-        else:
-            self._apart.restore_earlier()
+def take_gradients(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+    """Return the gradients of some parameters, and set them to None there."""
+    taken: dict[nn.Parameter, Tensor] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            taken[parameter] = parameter.grad
+            parameter.grad = None
+    return taken
+
+
+def add_gradients(gradients: dict[nn.Parameter, Tensor]) -> None:
+    """Add gradients to those that the parameters have."""
+    # The usual case: a user's loop, or Lightning's, has zeroed them. A profile then shows no scope.
+    if not gradients:
+        return
+    with torch.profiler.record_function("GradAvg: add kept gradients"):
+        for parameter, gradient in gradients.items():
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
 
 
 def ignored_parameters(model: DistributedDataParallel) -> list[str]:

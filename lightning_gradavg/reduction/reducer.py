@@ -94,7 +94,7 @@ class GradAvgReducer:
         self._unit: WeightUnit | None = None
         self._running: _Backward | None = None
         # Weak: models come and go, as in cross-validation.
-        self._models: WeakKeyDictionary[nn.Module, _Model] | None = None
+        self._models: WeakKeyDictionary[DistributedDataParallel, _Model] | None = None
         self._optimizers: WeakSet[Optimizer] | None = None
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
@@ -161,18 +161,22 @@ class GradAvgReducer:
             user_ends_windows=True,
             optimizers=lambda: list(self._optimizers or ()),
         )
-        self._models[model] = _Model(model, window, gradients)
+        registered = _Model(model, window, gradients)
+        self._models[model] = registered
         if self._is_mean:
             # Stock DDP. With `divided_by`, the first loss hooks its window in.
             model.register_forward_pre_hook(partial(_require_frozen, gradients))
         else:
-            self._hook_in(model, hook)
+            self._hook_in(model, registered, hook)
 
-    def _hook_in(self, model: nn.Module, hook: CommHook) -> None:
+    def _registered(self) -> list[_Model]:
+        """Return the registered models that still exist."""
+        if self._models is None:
+            return []
+        return list(self._models.values())
+
+    def _hook_in(self, model: DistributedDataParallel, registered: _Model, hook: CommHook) -> None:
         """Have the window of a model multiply what DDP reduces."""
-        assert isinstance(model, DistributedDataParallel)
-        assert self._models is not None
-        registered = self._models[model]
         registered.is_hooked = True
         registered.reduces = bool(model.require_forward_param_sync)
         hook.window = registered.window
@@ -182,9 +186,8 @@ class GradAvgReducer:
 
     def _is_in_backward(self) -> bool:
         """Return whether the backward of a weighed loss has reached a model."""
-        assert self._models is not None
         # Of any: two models may share a parameter.
-        return any(registered.window.state == WindowState.BACKWARD for registered in self._models.values())
+        return any(registered.window.state == WindowState.BACKWARD for registered in self._registered())
 
     def _on_forward(self, registered: _Model, model: nn.Module, _: object, output: object) -> None:
         """Note whether DDP will reduce, and find out when a backward reaches the model: through its output."""
@@ -254,12 +257,12 @@ class GradAvgReducer:
                     "samples=0 under reduction='mean', which counts every rank. Use reduction='weighted_mean', under"
                     " which a rank without samples does not count."
                 )
-            if any(registered.is_hooked for registered in self._models.values()):
+            if any(registered.is_hooked for registered in self._registered()):
                 raise ValueError("divided_by was given with the losses before: pass it with every loss, or with none")
             return loss  # to the bits of stock DDP
         for model, registered in self._models.items():
             if not registered.is_hooked:
-                self._hook_in(model, CommHook())
+                self._hook_in(model, registered, CommHook())
         self._require_reduction()
         divisor = 1.0
         if divided_by is not None:
@@ -268,9 +271,7 @@ class GradAvgReducer:
 
     def _require_reduction(self) -> None:
         """Raise a RuntimeError if the user ends a window, and DDP will not reduce in its backward."""
-        assert self._models is not None
-        models = self._models.values()
-        if all(registered.is_synced and not registered.reduces for registered in models):
+        if all(registered.is_synced and not registered.reduces for registered in self._registered()):
             # Gradients would stay those of each rank, without a word, as with stock DDP.
             raise RuntimeError(_NOTHING_REDUCED)
 
@@ -280,7 +281,6 @@ class GradAvgReducer:
         The loop runs the backward, so autograd calls `_end_backward` after DDP's reduction, or `_abandon` if the
         backward or the reduction raises.
         """
-        assert self._models is not None
         if self._running is not None:
             raise RuntimeError(
                 "a backward runs two weighed losses, and each of them would end its window. Add the losses up, and"
@@ -288,7 +288,7 @@ class GradAvgReducer:
             )
         self._running = _Backward(micro_batch, divisor)
         after_backward(self._end_backward, self._abandon)
-        models = list(self._models.values())
+        models = self._registered()
         factor = models[0].window.multiplier(micro_batch)
         # Of several, one loss may reach only some, as those of an actor and a critic: their outputs tell.
         if len(models) == 1:

@@ -386,7 +386,7 @@ class Reduction(Part):
             factor = window.add(micro_batch, ends=ends, divisor=float(self._divisor))
         # Without a node of ours, the plain mean has stock's graph, and so its bits and memory (`test_ranks_stock.py`).
         if factor != 1:
-            loss = weighed(loss, partial(float, factor))
+            loss = weighed(loss, lambda: factor)
         self.pending = loss
         return loss
 

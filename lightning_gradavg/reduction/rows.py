@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_gradavg._support.device import beside, on_device
 
@@ -38,23 +39,27 @@ class RowExchange:
 
     def __init__(self, row: Sequence[float], device: torch.device, group: dist.ProcessGroup | None) -> None:
         """Begin to exchange a row of float64, of the same length on all ranks; a `group` of None is this rank alone."""
-        self.length = len(row)
+        self.row = list(row)
+        self._rows: Tensor | None = None  # of several ranks, once they have come
         self._work: dist.Work | None = None  # on a CPU
         self._copied: torch.Event | None = None  # on an accelerator: the copy to the host
-        sent = torch.tensor(row, dtype=torch.float64)
-        if group is None:
-            self._rows = sent
-            return
+        if group is not None:
+            with torch.profiler.record_function("GradAvg: exchange rows"):
+                self._begin(device, group)
+
+    def _begin(self, device: torch.device, group: dist.ProcessGroup) -> None:
+        """Begin to exchange the row among several ranks."""
         ranks = dist.get_world_size(group)
         if device.type == "cpu":
-            self._rows = sent.new_empty(ranks * self.length)
-            self._work = dist.all_to_all_single(self._rows, sent.repeat(ranks), group=group, async_op=True)
+            sent = torch.tensor(self.row * ranks, dtype=torch.float64)
+            self._rows = torch.empty_like(sent)
+            self._work = dist.all_to_all_single(self._rows, sent, group=group, async_op=True)
             return
         # The row comes from the host: nothing of the model's stream is needed for it, such as the forward
         # (`test_accelerator.py`: rows wait for no forward).
         with beside(device, waits=False) as stream:
-            moved = on_device(sent, device)
-            gathered = moved.new_empty(ranks * self.length)
+            moved = on_device(torch.tensor(self.row, dtype=torch.float64), device)
+            gathered = moved.new_empty(ranks * len(self.row))
             dist.all_gather(list(gathered.view(ranks, -1).unbind()), moved, group=group)
             self._rows = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
             self._rows.copy_(gathered, non_blocking=True)
@@ -62,12 +67,14 @@ class RowExchange:
 
     def read(self) -> list[list[float]]:
         """Return the rows of all ranks, in rank order."""
+        if self._rows is None:
+            return [self.row]
         with torch.profiler.record_function("GradAvg: wait for rows"):
             if self._work is not None:
                 self._work.wait()
             if self._copied is not None:
                 self._copied.synchronize()
-        rows: list[list[float]] = self._rows.view(-1, self.length).tolist()
+        rows: list[list[float]] = self._rows.view(-1, len(self.row)).tolist()
         return rows
 
 

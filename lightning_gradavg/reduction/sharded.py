@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from lightning_gradavg._lightning.internals import averages_of, sharded_modules
 from lightning_gradavg._lightning.options import refuse_unserved
 from lightning_gradavg._support.place import Place, places_on_nodes
-from lightning_gradavg.reduction.gradients import Backward, scale_gradients
-from lightning_gradavg.reduction.kept import Apart
+from lightning_gradavg.reduction.gradients import KeepsApart, scale_gradients
 from lightning_gradavg.rules import Rule, resolve_rule
 
 __all__ = ["ShardedGradients", "sharded_rule"]
@@ -38,7 +37,7 @@ def sharded_rule(reduction: str, options: Mapping[str, object], engine: type) ->
     return rule
 
 
-class ShardedGradients:
+class ShardedGradients(KeepsApart):
     """The gradients of a sharded model, as `Gradients` asks for them.
 
     Autograd accumulates into unsharded parameters, whose memory comes and goes. FSDP reduces their gradients into
@@ -47,10 +46,10 @@ class ShardedGradients:
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, optimizers: Sequence[Optimizer]) -> None:
         """Find the unsharded parameters; raise a ValueError unless FSDP averages over the data-parallel ranks."""
+        super().__init__()
         self.copies = mesh["tensor_parallel"].size()
         self.data_parallel_size = mesh["data_parallel"].size()
         self._optimizers = optimizers
-        self._apart = Apart()
         # `FSDPModule.unshard` registers unsharded parameters in the place of shards, and `reshard` undoes it
         # (`FSDPParam.to_unsharded`, `to_sharded`). They are the same objects each time, so hooks on them stay.
         shards: set[nn.Parameter] = set()
@@ -117,13 +116,6 @@ class ShardedGradients:
         """Return the unsharded parameters, and those outside of `fully_shard`."""
         return self._leaves
 
-    def begin_backward(self, parameters: Sequence[nn.Parameter], backward: Backward) -> None:  # noqa: ARG002  # as DDP
-        """Take away the gradients from before the window."""
-        self._apart.enter(parameters)
-
-    def end_backward(self, backward: Backward) -> None:
-        """Do nothing: a step of a sharded model is one backward."""
-
     def reduce(self, parameters: Sequence[nn.Parameter], factor: float, *, in_hook: bool) -> None:  # noqa: ARG002  # DDP
         """Multiply the gradients of the shards, which FSDP2 has averaged over the data-parallel ranks."""
         if scale_gradients(parameters, factor * self.data_parallel_size) == 0:
@@ -136,19 +128,12 @@ class ShardedGradients:
         """Raise a ValueError if a parameter trains whose gradient nothing averages."""
         self._require_averaged()
 
-    def add_earlier(self) -> None:
-        """Add the gradients from before the window."""
-        self._apart.add_earlier()
-
     def abandon(self, *, are_zeroed: bool = False) -> None:
-        """Restore the gradients from before the window, and free those that FSDP2 has not reduced yet.
+        """Discard the gradients of the window, also those that FSDP2 has not reduced yet.
 
         With a `reduce_dtype` other than the parameters', FSDP2 keeps them out of reach (docs/sharded.md).
         """
         for leaf in self._leaves:
             if leaf not in self._outside:
                 leaf.grad = None
-        if are_zeroed:
-            self._apart.drop()
-        else:
-            self._apart.restore_earlier()
+        super().abandon(are_zeroed=are_zeroed)

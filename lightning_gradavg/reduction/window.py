@@ -71,7 +71,9 @@ class WeightUnit:
     """The unit u of the weights that losses carry, so that the largest w / u is between 1/2 and 1.
 
     4096 tokens times a loss overflow the activations of float16 where the result does not. The unit is a power of two,
-    so that dividing by it is exact, and the same on all ranks:
+    so that dividing by it is exact, and the same on all ranks. So a resumed run, which begins with another u, has the
+    bits of one that was not interrupted. The one weight of all, which would give equal weights stock's bits, would not
+    do; equal weights that are powers of two have them anyway (`test_ranks_stock.py`: equal weights).
 
     | rule and window                                  | u is chosen by                                           |
     |--------------------------------------------------|----------------------------------------------------------|
@@ -180,7 +182,7 @@ class Window:
     The calls for each micro-batch, in this order:
 
     1. `add` before the backward. It returns what the gradient of the loss is multiplied by. With the last micro-batch
-       of the window, this rank sends its row.
+       of the window, this rank sends its row, if Z depends on what ranks say or on where a user ends windows.
     2. `begin_backward`. Gradients from before the window leave the parameters in its first backward, and not in `add`:
        Lightning zeroes gradients in between.
     3. The backward runs. DDP's hook asks for the `factor` in the window's last backward, and waits for the ranks' rows
@@ -215,6 +217,11 @@ class Window:
         """
         self._rule = rule
         self._ranks = ranks
+        # Lightning ends the windows of all ranks together. Where it does, and Z does not depend on what ranks say, they
+        # exchange nothing: a problem is then one of the program, which all of them run.
+        self._world = ranks.world
+        if rule.normalizer in ("1/L", "1/W") and not user_ends_windows:
+            self._world = World()
         self._gradients = gradients
         self._unit = unit
         self._user_ends_windows = user_ends_windows
@@ -262,7 +269,7 @@ class Window:
         """
         if self.state == WindowState.WEIGHED:
             self.abandon()  # the backward of that loss never began, as in a pass of Lightning without backward
-        problem = self._problem_of_loop()
+        problem = self._give_up_if_zeroed()
         contents = self._contents
         is_first = not contents.micro_batches
         if is_first:
@@ -286,17 +293,22 @@ class Window:
         contents.has_ended = ends
         self._change(WindowState.WEIGHED)
         if ends:
-            with torch.profiler.record_function("GradAvg: exchange rows"):
-                contents.exchange = RowExchange(self._row(), self._ranks.device, self._ranks.world.group)
+            contents.exchange = RowExchange(self._row(), self._ranks.device, self._world.group)
         return share.multiplier / contents.unit
 
     def multiplier(self, micro_batch: MicroBatch) -> float:
-        """Return w / u of a micro-batch. A collective operation in the first one of a run."""
+        """Return w / u of a loss that is not added yet: its backward tells which of several models it reaches.
+
+        A collective operation in the first one of a run.
+        """
         share, _ = self._share(micro_batch)
         return share.multiplier / self._unit.value
 
     def _share(self, micro_batch: MicroBatch) -> tuple[Share, MicroBatch]:
-        """Return the share of a micro-batch, and the micro-batch with its problem if the weight cannot be used."""
+        """Return the share of a micro-batch, and the micro-batch with its problem if the weight cannot be used.
+
+        The first weight of a run also chooses the unit, a collective operation.
+        """
         # In the backward of a problem the loss counts nothing; its backward still runs, as other ranks may wait for it.
         share = Share(0.0, 0.0)
         if not micro_batch.absent and micro_batch.problem is None:
@@ -313,8 +325,8 @@ class Window:
             )
         return share, micro_batch
 
-    def _problem_of_loop(self) -> str | None:
-        """Begin anew if the user has zeroed all gradients of an open window; return the problem of some."""
+    def _give_up_if_zeroed(self) -> str | None:
+        """Give up an open window if the user has zeroed all of its gradients; return a problem if only some."""
         if self.state != WindowState.OPEN or not self._user_ends_windows:
             return None
         parameters, marks = self._contents.parameters, self._contents.marks
@@ -461,13 +473,13 @@ class Window:
             problems.append(problem)
         # A cause that several ranks share is named once (`test_the_first_line_names_a_cause_once`).
         ranks_of_problem: dict[str, list[int]] = {}
-        for rank, problems_of_rank in enumerate(self._ranks.world.gather_objects(problems)):
+        for rank, problems_of_rank in enumerate(self._world.gather_objects(problems)):
             for problem in problems_of_rank:
                 ranks_of_problem.setdefault(problem, []).append(rank)
         lines = []
         for problem, ranks in ranks_of_problem.items():
             where = ""
-            if len(ranks) < self._ranks.world.size:
+            if len(ranks) < self._world.size:
                 where = f" {on_ranks(ranks)}"
             lines.append(f"{where}: {problem.removesuffix('.')}.")
         found = "\n ".join(lines)
@@ -475,7 +487,7 @@ class Window:
 
     def _raise_difference(self) -> NoReturn:
         differing = ""
-        for texts_of_ranks in zip(*self._ranks.world.gather_objects(self._must_agree()), strict=True):
+        for texts_of_ranks in zip(*self._world.gather_objects(self._must_agree()), strict=True):
             if not differing and len(set(texts_of_ranks)) > 1:
                 differing = by_value(texts_of_ranks)
         raise ValueError(
@@ -484,7 +496,7 @@ class Window:
 
     def _raise_different_weights(self) -> NoReturn:
         weights = [micro_batch.weight for micro_batch in self._contents.micro_batches]
-        differing = by_value(f"weights {weights}" for weights in self._ranks.world.gather_objects(weights))
+        differing = by_value(f"weights {weights}" for weights in self._world.gather_objects(weights))
         raise ValueError(
             f"reduction={self._rule.name!r}: ranks of one tensor-parallel group weigh one batch differently:"
             f" {differing}. Have them read the same batches."
