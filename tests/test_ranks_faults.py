@@ -274,6 +274,7 @@ CALLS: dict[str, Callable[[Any, str], Any]] = {
     "save_checkpoint, load_checkpoint": save_and_load,
     "block_backward_sync": hold_back,
 }
+# Not "on_train_start": until the first batch arrives, every loader that is processed is one of the run's.
 HOOKS = ["on_train_batch_start", "on_train_batch_end", "on_train_epoch_end", "on_validation_end"]
 ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mean": ({}, {}),
