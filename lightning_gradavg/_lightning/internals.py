@@ -30,8 +30,8 @@ if TYPE_CHECKING:  # the core, which touches names of torch, works without Light
     from lightning.pytorch.trainer.states import RunningStage
     from torchmetrics import Metric
 
-# Private: `_BatchNorm` (T). Without it the import fails. It is the base of all batch norms, also of SyncBatchNorm.
-BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+# The base of all batch norms, also of SyncBatchNorm, has no public name of its own.
+BatchNorm: Any = nn.BatchNorm1d.__base__
 # Private: `torch.utils._python_dispatch` (T). Without it the import fails.
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 
@@ -71,12 +71,30 @@ def set_injection_of_samplers(trainer: Any, value: bool) -> None:
 
 
 def limited_batches(stage: RunningStage, length: float, limit: float) -> float:
-    """Return how many batches of a loader `limit_*_batches` leaves, or raise Lightning's errors."""
-    # Private: `data_connector._parse_num_batches` (L). Without it exact evaluation fails with an ImportError.
-    # The import stands here because the core works without Lightning.
-    from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches  # noqa: PLC0415
+    """Return how many batches of a loader `limit_*_batches` leaves, a number or a fraction of its length.
 
-    return _parse_num_batches(stage, length, limit)
+    Raises:
+        MisconfigurationException: If a fraction leaves none, or the length is not known, as in Lightning.
+    """
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException  # noqa: PLC0415  # the core works without
+
+    if length == 0 or isinstance(limit, int):
+        return min(length, limit)
+    if math.isinf(length) and limit == 1:
+        return length
+    prefix = stage.dataloader_prefix
+    if math.isinf(length):
+        raise MisconfigurationException(
+            f"limit_{prefix}_batches={limit} is a fraction of a loader that does not tell its length. Give a number of"
+            " batches, or 1.0."
+        )
+    batches = int(length * limit)
+    if batches == 0 and limit > 0:
+        raise MisconfigurationException(
+            f"limit_{prefix}_batches={limit} leaves none of {length} batches. Give {1 / length} or more, or a number of"
+            " batches."
+        )
+    return batches
 
 
 def start_no_processes(strategy: Any) -> None:
@@ -254,14 +272,22 @@ class TrainingLoop:
             loop._batches_that_stepped -= 1
 
 
+def _evaluation_loop_of(trainer: Any) -> Any:
+    """Return the loop that evaluates now."""
+    if trainer.state.fn == "fit":
+        return trainer.fit_loop.epoch_loop.val_loop
+    loops = {"validate": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}
+    return loops[trainer.state.fn]
+
+
 class EvaluationPass:
     """The evaluation loop under way: no hook comes between its last batch and the computation of its results."""
 
     def __init__(self, trainer: Any) -> None:
-        # Private: `Trainer._active_loop`, `_combined_loader` of the loops and `CombinedLoader._mode` (L). Without them
-        # exact evaluation fails when a pass begins.
+        # Private: `_combined_loader` of the loops and `CombinedLoader._mode` (L). Without them exact evaluation fails
+        # when a pass begins.
         self._trainer = trainer
-        self._loop = trainer._active_loop
+        self._loop = _evaluation_loop_of(trainer)
         combined = self._loop._combined_loader
         self.mode: str = combined._mode
         self.loaders: list[Any] = list(combined.flattened)
@@ -364,9 +390,9 @@ def restore_metric(metric: Metric, states: Mapping[str, Any], updates: int) -> N
 
 def forget_noted_indices(batch_sampler: Any) -> list[Any]:
     """Return the list in which a batch sampler notes its indices for prediction writers, emptied; else an empty one."""
-    # Private: `_IndexBatchSamplerWrapper` and its `seen_batch_indices` (L). Without it, prediction writers get the
+    # Documented nowhere: `seen_batch_indices` of Lightning's wrapper (L). Without it, prediction writers get the
     # indices of all ranks under exact evaluation.
-    if type(batch_sampler).__name__ == "_IndexBatchSamplerWrapper":
+    if hasattr(batch_sampler, "seen_batch_indices"):
         batch_sampler.seen_batch_indices = []
         noted: list[Any] = batch_sampler.seen_batch_indices
         return noted
