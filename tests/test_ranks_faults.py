@@ -207,7 +207,7 @@ def test_uneven_nodes_of_torchrun():
     trainer = Trainer(strategy=strategy, devices=devices, num_nodes=nodes, accelerator="cpu", max_epochs=1, **quiet)
     trainer.fit(Toy(), make_loader([[1.0]]))
     assert [rank, 3, node_of[rank]] == [trainer.global_rank, trainer.world_size, trainer.node_rank]
-    assert node_of == [place.node for place in strategy._reduction.run.places]
+    assert node_of == [place.node for place in strategy._run.places]
 
 
 def test_the_rank_that_holds_the_store_leaves_last(monkeypatch):
