@@ -166,9 +166,10 @@ class TrainingLoop:
     @property
     def epoch_ended(self) -> bool:
         """Whether the epoch trains on no further batch, although loaders may have some, or fewer than they said."""
-        # After the last batch, Lightning counts the epoch as processed, and calls its hooks then.
+        # After the last batch, Lightning counts the epoch as processed, and calls its hooks then. Before the first epoch,
+        # both counts are 0, and a loader without length may have been read ahead.
         epochs = self._loop.epoch_progress.current
-        return self._is_on_last_batch or epochs.ready == epochs.processed
+        return self._is_on_last_batch or 0 < epochs.ready == epochs.processed
 
     @property
     def _is_on_last_batch(self) -> bool:
