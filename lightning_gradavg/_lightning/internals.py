@@ -166,7 +166,7 @@ class TrainingLoop:
     @property
     def epoch_ended(self) -> bool:
         """Whether the epoch trains on no further batch, although loaders may have some, or fewer than they said."""
-        # After the last batch, Lightning counts the epoch as processed, and calls its hooks then. Before the first epoch,
+        # After the last batch, Lightning counts the epoch as processed, and calls its hooks then. Before the first one,
         # both counts are 0, and a loader without length may have been read ahead.
         epochs = self._loop.epoch_progress.current
         return self._is_on_last_batch or 0 < epochs.ready == epochs.processed
