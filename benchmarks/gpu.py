@@ -56,9 +56,9 @@ def one_read() -> Iterator[None]:
     known: dict[int, list[list[float]]] = {}
 
     def read_once(rows: RowExchange) -> list[list[float]]:
-        if rows.length not in known:
-            known[rows.length] = read(rows)
-        return known[rows.length]
+        if len(rows.row) not in known:
+            known[len(rows.row)] = read(rows)
+        return known[len(rows.row)]
 
     with mock.patch.object(RowExchange, "read", read_once):
         yield

@@ -207,7 +207,7 @@ def test_uneven_nodes_of_torchrun():
     trainer = Trainer(strategy=strategy, devices=devices, num_nodes=nodes, accelerator="cpu", max_epochs=1, **quiet)
     trainer.fit(Toy(), make_loader([[1.0]]))
     assert [rank, 3, node_of[rank]] == [trainer.global_rank, trainer.world_size, trainer.node_rank]
-    assert node_of == [place.node for place in strategy._reduction.run.places]
+    assert node_of == [place.node for place in strategy._run.places]
 
 
 def test_the_rank_that_holds_the_store_leaves_last(monkeypatch):
@@ -274,6 +274,7 @@ CALLS: dict[str, Callable[[Any, str], Any]] = {
     "save_checkpoint, load_checkpoint": save_and_load,
     "block_backward_sync": hold_back,
 }
+# Not "on_train_start": until the first batch arrives, every loader that is processed is one of the run's.
 HOOKS = ["on_train_batch_start", "on_train_batch_end", "on_train_epoch_end", "on_validation_end"]
 ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mean": ({}, {}),

@@ -79,16 +79,17 @@ def test_places_on_uneven_nodes() -> None:
         ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}, 0),
         ({"MPI_LOCALNRANKS": "4", "PMI_SIZE": "4"}, 0),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "4", "GROUP_RANK": "1"}, 1),
-        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, None),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "4"}, None),
-        ({"MPI_LOCALNRANKS": "2", "PMI_SIZE": "4"}, None),
+        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, "set NODE_RANK"),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "4"}, "set NODE_RANK"),
+        ({"MPI_LOCALNRANKS": "2", "PMI_SIZE": "4"}, "set NODE_RANK"),
+        ({"NODE_RANK": "gpu-1"}, "NODE_RANK='gpu-1' is not the index of a node"),
     ],
     ids=str,
 )
-def test_node_is_what_the_launcher_says(environ: dict[str, str], node: int | None) -> None:
-    """Where there are others that it says nothing of, that is an error."""
-    if node is None:
-        with pytest.raises(ValueError, match="set NODE_RANK"):
+def test_node_is_what_the_launcher_says(environ: dict[str, str], node: int | str) -> None:
+    """Where there are others that it says nothing of, that is an error, whose text the row has; so is a name."""
+    if isinstance(node, str):
+        with pytest.raises(ValueError, match=node):
             node_from_environment(environ)
     else:
         assert node == node_from_environment(environ)

@@ -1,7 +1,8 @@
 """Every private name of Lightning, torch and torchmetrics that this package touches, each with its reason.
 
 No public interface offers these. No other file may touch one (ruff's SLF001 and PLC2701, `tests/test_tools.py`). A
-comment `Private:` names what is touched, the releases in which it was read, and what happens if a release drops it:
+comment `Private:` names what is touched, the releases in which it was read, what happens if a release drops it, and why
+no public name serves:
 
     L  lightning 2.6.0 and 2.6.6
     T  torch 2.6.0 and 2.13.0
@@ -32,8 +33,8 @@ if TYPE_CHECKING:  # the core, which touches names of torch, works without Light
     from lightning.pytorch.trainer.states import RunningStage
     from torchmetrics import Metric
 
-# Private: `_BatchNorm` (T). Without it the import fails. It is the base of all batch norms, also of SyncBatchNorm.
-BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+# The base of all batch norms, also of SyncBatchNorm, has no public name of its own.
+BatchNorm: Any = nn.BatchNorm1d.__base__
 # Private: `torch.utils._python_dispatch` (T). Without it the import fails.
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 
@@ -50,7 +51,8 @@ def store_of_world() -> Any:
 
 def syncs_batch_norm(strategy: Any) -> bool:
     """Return whether `Trainer(sync_batchnorm=True)` is about to convert batch norm."""
-    # Private: `ParallelStrategy._layer_sync` (L). Without it a fit under replicas fails with an AttributeError.
+    # Private: `ParallelStrategy._layer_sync` (L). Without it a fit under replicas fails with an AttributeError. The
+    # Trainer keeps its option nowhere else.
     return strategy._layer_sync is not None
 
 
@@ -63,6 +65,7 @@ def leave_batch_norm_alone(strategy: Any) -> None:
 def injects_samplers(trainer: Any) -> bool:
     """Return whether Lightning gives every loader a distributed sampler."""
     # Private: `Trainer._accelerator_connector` (L). Without it a fit that splits batches fails with an AttributeError.
+    # The Trainer keeps its option nowhere else, and once its sampler is in place, the user's is lost.
     return bool(trainer._accelerator_connector.use_distributed_sampler)
 
 
@@ -73,12 +76,30 @@ def set_injection_of_samplers(trainer: Any, value: bool) -> None:
 
 
 def limited_batches(stage: RunningStage, length: float, limit: float) -> float:
-    """Return how many batches of a loader `limit_*_batches` leaves, or raise Lightning's errors."""
-    # Private: `data_connector._parse_num_batches` (L). Without it exact evaluation fails with an ImportError.
-    # The import stands here because the core works without Lightning.
-    from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches  # noqa: PLC0415
+    """Return how many batches of a loader `limit_*_batches` leaves, a number or a fraction of its length.
 
-    return _parse_num_batches(stage, length, limit)
+    Raises:
+        MisconfigurationException: If a fraction leaves none, or the length is not known, as in Lightning.
+    """
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException  # noqa: PLC0415  # the core works without
+
+    if length == 0 or isinstance(limit, int):
+        return min(length, limit)
+    if math.isinf(length) and limit == 1:
+        return length
+    prefix = stage.dataloader_prefix
+    if math.isinf(length):
+        raise MisconfigurationException(
+            f"limit_{prefix}_batches={limit} is a fraction of a loader that does not tell its length. Give a number of"
+            " batches, or 1.0."
+        )
+    batches = int(length * limit)
+    if batches == 0 and limit > 0:
+        raise MisconfigurationException(
+            f"limit_{prefix}_batches={limit} leaves none of {length} batches. Give {1 / length} or more, or a number of"
+            " batches."
+        )
+    return batches
 
 
 def start_no_processes(strategy: Any) -> None:
@@ -128,6 +149,7 @@ class TrainingLoop:
         """What reads the loaders in this epoch, a new object in each; None before the first."""
         # Private: `_FitLoop._combined_loader` and `CombinedLoader._iterator` (L). Without the former no run begins.
         # Without the latter no loader is known to be read by training, and checkpoints do not note how far it is.
+        # Public is `trainer.train_dataloader`, which a user may iterate, too.
         return getattr(self._loop._combined_loader, "_iterator", None)
 
     @property
@@ -145,15 +167,17 @@ class TrainingLoop:
     @property
     def structure(self) -> Any:
         """The structure of the loaders and their batches: a `TreeSpec` of `torch.utils._pytree`."""
-        # Private: `CombinedLoader._spec` (L). Without it a fit with several split loaders fails.
+        # Private: `CombinedLoader._spec` (L). Without it a fit with several split loaders fails. It is torch's
+        # `TreeSpec`, whose module is private, too.
         return self._loop._combined_loader._spec
 
     @property
     def epoch_ended(self) -> bool:
         """Whether the epoch trains on no further batch, although loaders may have some, or fewer than they said."""
-        # After the last batch, Lightning counts the epoch as processed, and calls its hooks then.
+        # After the last batch, Lightning counts the epoch as processed, and calls its hooks then. Before the first one,
+        # both counts are 0, and a loader without length may have been read ahead.
         epochs = self._loop.epoch_progress.current
-        return self._is_on_last_batch or epochs.ready == epochs.processed
+        return self._is_on_last_batch or 0 < epochs.ready == epochs.processed
 
     @property
     def _is_on_last_batch(self) -> bool:
@@ -221,7 +245,8 @@ class TrainingLoop:
     @property
     def step(self) -> int:
         """Optimizer steps before this one: the step that Lightning's own callbacks log with."""
-        # Private: `_TrainingEpochLoop._batches_that_stepped` (L). Without it the monitor fails.
+        # Private: `_TrainingEpochLoop._batches_that_stepped` (L). Without it the monitor fails. `trainer.global_step`
+        # counts the steps of several optimizers, and values at such steps stand beside those that Lightning logs.
         return int(self._loop.epoch_loop._batches_that_stepped)
 
     def leave_ended_epoch(self) -> None:
@@ -262,14 +287,22 @@ class TrainingLoop:
             loop._batches_that_stepped -= 1
 
 
+def _evaluation_loop_of(trainer: Any) -> Any:
+    """Return the loop that evaluates now."""
+    if trainer.state.fn == "fit":
+        return trainer.fit_loop.epoch_loop.val_loop
+    loops = {"validate": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}
+    return loops[trainer.state.fn]
+
+
 class EvaluationPass:
     """The evaluation loop under way: no hook comes between its last batch and the computation of its results."""
 
     def __init__(self, trainer: Any) -> None:
-        # Private: `Trainer._active_loop`, `_combined_loader` of the loops and `CombinedLoader._mode` (L). Without them
-        # exact evaluation fails when a pass begins.
+        # Private: `_combined_loader` of the loops and `CombinedLoader._mode` (L). Without them exact evaluation fails
+        # when a pass begins.
         self._trainer = trainer
-        self._loop = trainer._active_loop
+        self._loop = _evaluation_loop_of(trainer)
         combined = self._loop._combined_loader
         self.mode: str = combined._mode
         self.loaders: list[Any] = list(combined.flattened)
@@ -378,9 +411,9 @@ def restore_metric(metric: Metric, states: Mapping[str, Any], updates: int) -> N
 
 def forget_noted_indices(batch_sampler: Any) -> list[Any]:
     """Return the list in which a batch sampler notes its indices for prediction writers, emptied; else an empty one."""
-    # Private: `_IndexBatchSamplerWrapper` and its `seen_batch_indices` (L). Without it, prediction writers get the
+    # Documented nowhere: `seen_batch_indices` of Lightning's wrapper (L). Without it, prediction writers get the
     # indices of all ranks under exact evaluation.
-    if type(batch_sampler).__name__ == "_IndexBatchSamplerWrapper":
+    if hasattr(batch_sampler, "seen_batch_indices"):
         batch_sampler.seen_batch_indices = []
         noted: list[Any] = batch_sampler.seen_batch_indices
         return noted
@@ -389,7 +422,8 @@ def forget_noted_indices(batch_sampler: Any) -> list[Any]:
 
 def cloned(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
     """Return a copy of a `DataLoader` of any subclass with other attributes and without its worker processes."""
-    # Private: `DataLoader._iterator` (T), which holds workers that persist. Without it two loaders read from them.
+    # Private: `DataLoader._iterator` (T), which holds workers that persist. Without it two loaders read from them. A
+    # shallow copy would share it.
     # The constructor of a subclass may take anything, and `DataLoader.__setattr__` refuses a sampler.
     copy = object.__new__(type(loader))
     copy.__dict__.update(loader.__dict__)
@@ -486,7 +520,7 @@ class _AfterBackward:
 def after_backward(ended: Callable[[], None], failed: Callable[[], None]) -> None:
     """Call `ended` after the backward that runs now and DDP's reduction, or `failed` if one of them raises."""
     # Private: `Variable._execution_engine.queue_callback` (T), which DDP and FSDP2 use, too. Without it no backward of
-    # Fabric or `GradAvgReducer` runs under a rule.
+    # Fabric or `GradAvgReducer` runs under a rule. A hook of the last leaf comes before the end of DDP's reduction.
     torch.autograd.Variable._execution_engine.queue_callback(_AfterBackward(ended, failed))
 
 
@@ -508,35 +542,41 @@ def in_reentrant_checkpoint() -> bool:
 def parameters_known_to(model: Any) -> int:
     """Return how many parameters DDP reduces: those that trained when it was made."""
     # Private: `DistributedDataParallel._get_ddp_logging_data` (T). Without it no model can be registered.
+    # What requires a gradient now is public, and what did when DDP was made is not: unfrozen in between, a parameter
+    # would drift apart.
     return int(model._get_ddp_logging_data()["num_parameter_tensors"])
 
 
 def uses_python_reducer(model: Any) -> bool:
     """Return whether DDP leaves the reduction to a compiled backward."""
     # Private: `DistributedDataParallel._use_python_reducer` (T). Without it no rule is refused there, and the ranks'
-    # gradients would be averaged.
+    # gradients would be averaged. DDP reads the option when it is made, and it may have changed since.
     return bool(getattr(model, "_use_python_reducer", False))
 
 
 def applies_in_backward(parameter: Any) -> bool:
     """Return whether an optimizer steps on a parameter within the backward."""
     # Private: `Tensor._in_backward_optimizers`, which `_apply_optimizer_in_backward` sets (T). Without it such an
-    # optimizer steps on gradients that are not reduced, as DDP overlaps it with the reduction.
+    # optimizer steps on gradients that are not reduced, as DDP overlaps it with the reduction. The function is private
+    # itself.
     return hasattr(parameter, "_in_backward_optimizers")
 
 
 def joins_inputs(model: Any) -> bool:
     """Return whether the wrapped model is within `DistributedDataParallel.join`."""
     # Private: `DistributedDataParallel._join_config` (T). Without it a join is not refused under a rule, and the ranks
-    # that shadow others send no row: the others wait.
+    # that shadow others send no row: the others wait. `join` is public, and whether a model
+    # is within it is not.
     return bool(getattr(getattr(model, "_join_config", None), "enable", False))
 
 
-# Private: `Tensor._version` (T). Without it a change in place is not seen: an AttributeError in the first step.
+# Private: `Tensor._version` (T). Without it a change in place is not seen: an AttributeError in the first step. To
+# compare values, the host would wait for the accelerator.
 version_of = attrgetter("_version")
 """Returns how often a tensor was written in place."""
 
-# Private: `Module._buffers` (T). Without it buffers cannot be exchanged for those of a replica.
+# Private: `Module._buffers` (T). Without it buffers cannot be exchanged for those of a replica. `named_buffers` walks
+# the modules anew, twice in a step, which takes ten times as long.
 buffers_of = attrgetter("_buffers")
 """Returns the mapping in which a module keeps its own buffers."""
 

@@ -49,12 +49,18 @@ def node_from_environment(environ: Mapping[str, str] = os.environ) -> int:
     set, or 0.
 
     Raises:
-        ValueError: If none is set although the launcher says that there are other nodes.
+        ValueError: If none is set although the launcher says that there are other nodes, or one is no number.
     """
     for name in _NODE_VARIABLES:
-        if name in environ:
-            node = environ[name]
-            return int(node) if node else 0  # set to nothing, it is no other node
+        if name not in environ:
+            continue
+        node = environ[name]
+        if not node:
+            return 0  # set to nothing, it is no other node
+        try:
+            return int(node)
+        except ValueError:
+            raise ValueError(f"{name}={node!r} is not the index of a node: set it to a number from 0 on") from None
     # Nobody names the node. That is node 0, unless there are ranks on other nodes.
     for name_on_node, name_in_all in _SIZE_VARIABLES:
         ranks_on_node = environ.get(name_on_node)
