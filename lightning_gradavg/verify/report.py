@@ -21,7 +21,7 @@ from lightning_gradavg.verify.sketches import Difference
 
 __all__ = ["EXIT_CODES", "STAGES", "Baseline", "Finding", "Report"]
 
-SCHEMA = 5
+SCHEMA = 4
 """Version of the JSON output; raised when a field changes its name or its meaning, not when one is added."""
 
 EXIT_CODES: Mapping[str, int] = {"equal": 0, "different": 1, "not shown": 3}
