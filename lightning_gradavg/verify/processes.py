@@ -155,6 +155,8 @@ def _make_call(folder: str, rank: int, environ: Mapping[str, str]) -> None:
 def reported_error(error: BaseException, who: str) -> Exception:
     """Return a question of usage as a `ValueError`, and a failure with the last line of the user's own code."""
     failure = f"{who} failed: {type(error).__name__}: {error}"
+    if isinstance(error, RuntimeError) and re.search("(?i)double|float64|dtype", str(error)):
+        failure += " (verify computes in float64: try --precision 32-true)"
     of_user = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library(frame.filename)]
     if of_user:
         last = of_user[-1]
