@@ -136,6 +136,7 @@ from verified_runs import (
     make_words,
     make_words_with_dropout,
     mean_loss,
+    mean_loss_of_first_batch,
     mean_loss_of_first_loader,
     mean_loss_of_graphs,
     mean_loss_of_weighted_classes,
@@ -397,6 +398,9 @@ EQUAL = {
     # Types.
     "a weight of float32 numbers": Run(
         step=make_weighted_step(mean_loss_of_weighted_classes, weigh_by_class), loader=UNEVEN, strategy=WEIGHTED_MEAN
+    ),
+    "a step without a loss": Run(
+        step=mean_loss_of_first_batch, loader=make_plain_loader(16, 8), strategy=SINGLE_DEVICE
     ),
     # Forwards of other kinds.
     **{f"contrastive, gathered by {way}": make_sampled_run(step=make_contrastive_step(way)) for way in GATHERS},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import math
@@ -131,8 +132,9 @@ def test_hard_coded_types_become_float64():
         plain = torch.ones(2)
         found = [x.float(), x.to(torch.bfloat16), torch.zeros(2, dtype=torch.float32), plain @ x, plain.sum(), x.long()]
         plain[:1] += 1
+        copied = copy.deepcopy(plain)
     assert [*[torch.float64] * 5, torch.int64] == [each.dtype for each in found]
-    assert [2.0, 1.0] == plain.tolist(), "what is written to stays where it is"
+    assert [2.0, 1.0] == plain.tolist() == copied.tolist(), "what is written to stays where it is"
 
 
 @pytest.mark.parametrize("size", [7, 4096, 100_003])

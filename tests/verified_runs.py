@@ -496,6 +496,13 @@ def mean_loss_of_graphs(module: Any, batch: Any) -> Tensor:
     return mean_loss(module, default_collate(batch.samples))
 
 
+def mean_loss_of_first_batch(module: Any, batch: Any) -> Tensor | None:
+    """Skip the steps of the other batches."""
+    if module.batch_idx > 0:
+        return None
+    return mean_loss(module, batch)
+
+
 def mean_loss_of_first_loader(module: Any, batch: Any) -> Tensor:
     return mean_loss(module, batch["one"])
 
