@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import connection
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -73,7 +73,8 @@ def in_processes(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     # One import instead of one per process. What a process inherits is the same as with spawn.
     context.set_forkserver_preload(_PRELOADED)
     results: list[Any] = [None] * len(calls)
-    running: dict[Any, Any] = {}  # processes, by the handle that becomes ready when one ends
+    processes: list[Any] = []
+    running: dict[int, int] = {}  # ranks, by the handle that becomes ready when the process ends
     with folder_of_run() as folder, ExitStack() as ending:
         for rank, call in enumerate(calls):
             # As a process argument each tensor would be a shared piece of memory with a file descriptor of its own.
@@ -82,18 +83,18 @@ def in_processes(calls: Sequence[Callable[[], Any]]) -> list[Any]:
             process = context.Process(target=_make_call, args=arguments, name=f"rank {rank} of {len(calls)}")
             process.start()
             ending.callback(_end, process)
-            running[process.sentinel] = process
+            processes.append(process)
+            running[process.sentinel] = rank
         while running:
             for sentinel in connection.wait(list(running)):
-                process = running.pop(sentinel)
-                process.join()
-                rank = int(process.name.split()[1])
-                results[rank] = _result_of(process, f"{folder}/{rank}.out")
+                rank = running.pop(cast("int", sentinel))
+                results[rank] = _result_of(processes[rank], f"{folder}/{rank}.out")
     return results
 
 
 def _result_of(process: Any, file: str) -> Any:
     """Return what the call of a process that ended returned, or raise its error."""
+    process.join()
     if process.exitcode:  # `_make_call` did not reach its end
         raise RuntimeError(
             f"{process.name} failed: exit code {process.exitcode}: see standard error, and call verify under"

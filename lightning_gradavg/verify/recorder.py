@@ -319,8 +319,10 @@ class Recorder(Callback):
             problems.append(NO_COLLATE_FN)
         if not self.record.facts.automatic and any(len(window) > 1 for window in windows):
             problems.append("in manual optimization a window of several batches is the user's own sum of them")
-        for problem in reversed(problems):
-            self.record.problem = problem or self.record.problem
+        for problem in problems:
+            if problem:
+                self.record.problem = problem
+                break
         if self._reads and not self.record.problem:
             self.record.reading = read_epoch(self._loader)
 
