@@ -65,7 +65,6 @@ def drawn_again(function, size, parts):
 MASKS = {
     "dropout": lambda size: nn.functional.dropout(torch.ones(size, 5), 0.5),
     "a coin of each": lambda size: torch.bernoulli(torch.full((size, 2), 0.5)),
-    "dropout of a device": lambda size: torch.native_dropout(torch.ones(size, 5), 0.5, True)[0],
 }
 DRAWING = MASKS | {
     "noise": lambda size: torch.randn(size, 3),
@@ -108,6 +107,10 @@ DRAWS_OF_BATCHES = {
     "as often as there are samples": (
         lambda size: [torch.rand(2 * size, 3) for _ in range(size)],
         "a batch of another size draws other random numbers (aten.rand)",
+    ),
+    "more than it returns": (
+        lambda size: torch.native_dropout(torch.ones(size, 5), 0.5, True)[0],
+        "an operator draws what it does not return (aten.native_dropout)",
     ),
     "behind a seed": (lambda _: (torch.manual_seed(5), torch.randn(8, 6))[1], ""),
     "from a generator": (lambda _: torch.rand(3, generator=torch.Generator()), ""),
