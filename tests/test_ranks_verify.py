@@ -33,7 +33,6 @@ from verified_runs import (
     FunctionModule,
     MakeLayers,
     MakeLoader,
-    RecurrentNorm,
     ScaledByRank,
     Step,
     Texts,
@@ -91,8 +90,6 @@ from verified_runs import (
     loss_and_temperature,
     make_adams,
     make_batch_norm,
-    make_batch_norm_in_evaluation,
-    make_batch_norm_of_nodes,
     make_clamped_layers,
     make_communication_hook,
     make_contrastive_step,
@@ -136,16 +133,15 @@ from verified_runs import (
     make_words,
     make_words_with_dropout,
     mean_loss,
+    mean_loss_of_first_batch,
     mean_loss_of_first_loader,
     mean_loss_of_graphs,
     mean_loss_of_weighted_classes,
     mean_loss_with_state,
     mean_loss_without_class_0,
     mean_of_hardest,
-    mean_over_graphs,
     mean_over_texts,
     mean_product,
-    mean_within_vmap,
     multiply_gradients_by_ranks,
     one_over_ranks,
     ours,
@@ -398,6 +394,9 @@ EQUAL = {
     "a weight of float32 numbers": Run(
         step=make_weighted_step(mean_loss_of_weighted_classes, weigh_by_class), loader=UNEVEN, strategy=WEIGHTED_MEAN
     ),
+    "a step without a loss": Run(
+        step=mean_loss_of_first_batch, loader=make_plain_loader(16, 8), strategy=SINGLE_DEVICE
+    ),
     # Forwards of other kinds.
     **{f"contrastive, gathered by {way}": make_sampled_run(step=make_contrastive_step(way)) for way in GATHERS},
     "compiled, dropout": make_sampled_run(make_dropout, make_step(call_compiled)),
@@ -478,10 +477,7 @@ DIFFERENT = {
     # Layers and losses that a split of the batch changes.
     "batch norm: case 42": Run(lambda: nn.BatchNorm1d(1), mean_product, load_case_42, steps=1),
     "batch norm: windows": Run(make_batch_norm, loader=THREE_BATCHES, strategy=GradAvgStrategy, window=3, steps=1),
-    "batch norm: in evaluation, without running statistics": Run(make_batch_norm_in_evaluation),
     "batch norm: under Lightning's sampler": make_sampled_run(make_batch_norm),
-    "batch norm: behind a recurrent layer": Run(RecurrentNorm),
-    "batch norm: of the nodes of graphs": Run(make_batch_norm_of_nodes, mean_over_graphs),
     "batch norm: pieces, checkpointed": Run(
         make_batch_norm,
         make_step(call_checkpointed),
@@ -489,7 +485,6 @@ DIFFERENT = {
         ours(split_batches=True, max_device_batch_size=2),
         window=2,
     ),
-    "batch norm: before what is computed unseen": Run(make_batch_norm, mean_within_vmap),
     "unexplained: batch norm in manual optimization": Run(
         make_normalizing_generator_and_critic,
         train_generator_and_critic,
@@ -906,11 +901,27 @@ def record_ranks_run(name: str) -> Record:
     return record_run(recorder, run.strategy(), options, module, data)
 
 
+ALSO_SHOWN_BY_OTHERS = (
+    "contrastive, gathered by torch",
+    "shards on four ranks, mixed precision",
+    "shards, AdamW, one cycle",
+    "shards, contrastive, gathered",
+    "weighted shards on four ranks, dropout",
+    "weighted shards, mixed precision",
+    "mean of means: shards under `mean`, on four ranks",
+    "multiple: shards on four ranks",
+    "non-decomposable loss: shards, contrastive",
+    "unsynchronised replicas: rates of shards",
+)
+
+
 def make_parameters_of_runs() -> list[Any]:
-    """Return a parameter of pytest for every row of RUNS."""
+    """Return a parameter of pytest for every row of RUNS; those that others show, too, run before a release."""
     parameters = []
     for name in RUNS:
         marks = []
+        if name in ALSO_SHOWN_BY_OTHERS:
+            marks.append(pytest.mark.full)
         if name == "compiled, dropout":
             marks.append(RUNS_COMPILED_EAGERLY)
         if "configure_model" in RUNS[name].hooks:

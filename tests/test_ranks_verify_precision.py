@@ -293,16 +293,21 @@ for row, healthy in EQUAL.items():
 
 
 ALSO_SHOWN_BY_OTHERS = {
-    "convolutions",
-    "recurrent",
-    "uneven batches, 16-mixed",
-    "a window, bf16-true",
     "AdamW, bf16-true",
-    "checkpointed",
-    "tokens with weights",
     "a sum",
+    "a window, bf16-true",
+    "batch norm on one device",
+    "checkpointed",
+    "convolutions",
+    "convolutions, 16-mixed",
+    "dropout",
+    "multiple: not divided",
     "multiple: times 1.2, 16-mixed",
+    "recurrent",
+    "tokens with weights",
+    "unexplained: after the reduction",
     "unexplained: the gradients of a window of 300",
+    "uneven batches, 16-mixed",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import math
@@ -64,7 +65,6 @@ def drawn_again(function, size, parts):
 MASKS = {
     "dropout": lambda size: nn.functional.dropout(torch.ones(size, 5), 0.5),
     "a coin of each": lambda size: torch.bernoulli(torch.full((size, 2), 0.5)),
-    "dropout of a device": lambda size: torch.native_dropout(torch.ones(size, 5), 0.5, True)[0],
 }
 DRAWING = MASKS | {
     "noise": lambda size: torch.randn(size, 3),
@@ -108,6 +108,10 @@ DRAWS_OF_BATCHES = {
         lambda size: [torch.rand(2 * size, 3) for _ in range(size)],
         "a batch of another size draws other random numbers (aten.rand)",
     ),
+    "more than it returns": (
+        lambda size: torch.native_dropout(torch.ones(size, 5), 0.5, True)[0],
+        "an operator draws what it does not return (aten.native_dropout)",
+    ),
     "behind a seed": (lambda _: (torch.manual_seed(5), torch.randn(8, 6))[1], ""),
     "from a generator": (lambda _: torch.rand(3, generator=torch.Generator()), ""),
     "nothing": (attended, ""),
@@ -131,8 +135,9 @@ def test_hard_coded_types_become_float64():
         plain = torch.ones(2)
         found = [x.float(), x.to(torch.bfloat16), torch.zeros(2, dtype=torch.float32), plain @ x, plain.sum(), x.long()]
         plain[:1] += 1
+        copied = copy.deepcopy(plain)
     assert [*[torch.float64] * 5, torch.int64] == [each.dtype for each in found]
-    assert [2.0, 1.0] == plain.tolist(), "what is written to stays where it is"
+    assert [2.0, 1.0] == plain.tolist() == copied.tolist(), "what is written to stays where it is"
 
 
 @pytest.mark.parametrize("size", [7, 4096, 100_003])

@@ -76,10 +76,6 @@ def make_batch_norm(**options: Any) -> nn.Module:
     return make_layers(nn.BatchNorm1d(8, **options))
 
 
-def make_batch_norm_in_evaluation() -> nn.Module:
-    return make_batch_norm(track_running_stats=False).eval()
-
-
 def make_dropout() -> nn.Module:
     return make_layers(nn.Dropout(0.5))
 
@@ -189,30 +185,12 @@ def make_noisy_layers() -> nn.Module:
     return nn.Sequential(NoisyLinear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-class RecurrentNorm(nn.Module):
-    """A batch norm over time steps, which come before the samples, as torch's recurrent layers have them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.recurrent = nn.LSTM(2, 5)
-        self.norm = nn.BatchNorm1d(5)
-        self.out = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, _ = self.recurrent(x.reshape(len(x), 3, 2).transpose(0, 1))
-        return self.out(self.norm(rows.flatten(0, 1)).view(rows.shape)[-1])
-
-
 class ScaledByRank(nn.Module):
     """Multiplies by a number that depends on the rank."""
 
     def forward(self, x: Tensor) -> Tensor:
         moved = x + 1
         return moved * (1 + 0.1 * rank())
-
-
-def make_batch_norm_of_nodes() -> nn.Module:
-    return nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
 
 def make_normalizing_generator_and_critic() -> nn.Module:
@@ -349,26 +327,10 @@ def spread_of_batch(module: Any, batch: Any) -> Tensor:
     return module.net(batch[0]).var(dim=0, correction=0).sum()
 
 
-def mean_within_vmap(module: Any, batch: Any) -> Tensor:
-    """Compute the loss of each sample where no function of torch is seen."""
-    outputs = module.net(batch[0])
-    return torch.vmap(lambda row: row.square().sum())(outputs).mean()
-
-
 def sum_of_two_means(module: Any, batch: Any) -> Tensor:
     """Return a mean over the samples of some classes and one over all."""
     outputs = module.net(batch[0])
     return cross_entropy(outputs, batch[1], ignore_index=0) + outputs.square().mean()
-
-
-def mean_over_graphs(module: Any, batch: Any) -> Tensor:
-    """Take the class of a sample for a graph, which has one node more than the number of the class."""
-    inputs, classes = batch
-    graph_of_node = torch.arange(len(classes)).repeat_interleave(1 + classes)
-    nodes = inputs[graph_of_node, :1]
-    outputs = module.net(nodes)
-    sums = torch.zeros(len(classes), 1, dtype=outputs.dtype).index_add(0, graph_of_node, outputs)
-    return sums.square().mean()
 
 
 def square_of_batch(module: Any, batch: Any) -> Tensor:
@@ -494,6 +456,13 @@ def compensate_by_hand(module: Any, batch: Tensor) -> Tensor:
 
 def mean_loss_of_graphs(module: Any, batch: Any) -> Tensor:
     return mean_loss(module, default_collate(batch.samples))
+
+
+def mean_loss_of_first_batch(module: Any, batch: Any) -> Tensor | None:
+    """Skip the steps of the other batches."""
+    if module.batch_idx > 0:
+        return None
+    return mean_loss(module, batch)
 
 
 def mean_loss_of_first_loader(module: Any, batch: Any) -> Tensor:

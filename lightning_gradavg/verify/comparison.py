@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from lightning_gradavg.verify.records import Record, RecordedStep, Refused, StageTensors
-from lightning_gradavg.verify.sketches import NEGLIGIBLE, Difference, Tensors, compare_tensors, gaps_of, size_of
+from lightning_gradavg.verify.sketches import NEGLIGIBLE, Difference, Tensors, compare_tensors, filled, gaps_of, size_of
 
 __all__ = ["Rounding", "Seen", "compare_records", "measure_rounding", "stages_with_numbers"]
 
@@ -121,11 +121,15 @@ def measure_rounding(in_16_bits: Record, in_float64: Record) -> Rounding:
     rounding: dict[str, dict[str, float]] = {}
     for pair in _pairs(in_16_bits, in_float64):
         of_stage = rounding.setdefault(pair.stage, {})
+        # Rounding may decide whether a parameter has a gradient, as where it chooses the expert for a token.
+        like = {**pair.found, **pair.expected}
+        low = filled(pair.found, like)
+        exact = filled(pair.expected, like)
         sizes = {}
         changes = {}  # relative ones
-        for name in pair.found.keys() & pair.expected.keys():
-            sizes[name] = max(size_of(pair.expected[name]), 1e-300)
-            changes[name] = float(gaps_of(pair.found[name], pair.expected[name]).max()) / sizes[name]
+        for name in like:
+            sizes[name] = max(size_of(exact[name]), 1e-300)
+            changes[name] = float(gaps_of(low[name], exact[name]).max()) / sizes[name]
         if not changes:
             continue
         usual = statistics.median(changes.values())

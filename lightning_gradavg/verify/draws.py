@@ -162,12 +162,15 @@ def _widened(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[st
     | is given a lower type as `dtype=`, as in `x.float()` or `torch.zeros(2, dtype=torch.float32)` | that type |
     | writes to a tensor of a lower type | its other tensors, if any is float64 |
     | returns a view of a tensor of a lower type, to which may be written | nothing |
+    | is `new_empty`, by which a tensor is copied that then takes a storage of its own type | nothing |
     | has tensors of lower types | these tensors |
     """
     if kwargs.get("dtype") in _LOW_TYPES:
         kwargs["dtype"] = torch.float64
     types = {leaf.dtype for _, leaf in leaves(args) if isinstance(leaf, Tensor)}
     if types.isdisjoint(_LOW_TYPES) or func.is_view:
+        return args, kwargs
+    if func is torch.ops.aten.new_empty.default:
         return args, kwargs
     if writes_in_place(func):  # the first argument is what is written to, and cannot be another tensor
         if torch.float64 not in types:

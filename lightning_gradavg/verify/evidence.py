@@ -77,7 +77,10 @@ class Evidence:
         if len(weights) == len(self.batches) and sum(weights) > 0:
             amounts["weights"] = weights
         amounts["mean"] = [1.0] * len(self.batches)
-        return {name: torch.tensor(of_name, dtype=torch.float64) / sum(of_name) for name, of_name in amounts.items()}
+        shares = {}
+        for name, of_name in amounts.items():
+            shares[name] = torch.tensor(of_name, dtype=torch.float64) / sum(of_name)
+        return shares
 
     def factors(self, gradient: Tensor) -> Mapping[str, float]:
         """Return which of the named combinations a gradient is a multiple of, and which multiple."""
@@ -108,7 +111,10 @@ class Evidence:
     def right(self) -> Mapping[str, Tensor]:
         """The combinations of the parts that are the whole: by name, or "terms" with shares of their own."""
         factors = self.factors(self.whole)
-        right = {name: self.shares[name] for name, factor in factors.items() if self.is_close(factor, 1)}
+        right: dict[str, Tensor] = {}
+        for name, factor in factors.items():
+            if self.is_close(factor, 1):
+                right[name] = self.shares[name]
         number = len(self.batches)
         if self.is_close(factors.get("mean", 0.0), number):
             right["sum"] = self.shares["mean"] * number

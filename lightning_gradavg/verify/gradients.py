@@ -19,6 +19,10 @@ from lightning_gradavg.verify.sketches import SKETCHED_ELEMENTS, gap_between
 __all__ = ["Explanation", "explain_gradient"]
 
 
+_MOST_OF_16_BITS = 2.0**-6
+"""By how much rounding to 16 bits changes a gradient at most, beside its largest element."""
+
+
 class Explanation(NamedTuple):
     """Why something differs."""
 
@@ -124,12 +128,16 @@ def _of_change(evidence: Evidence, seen: Seen, records: Sequence[Record]) -> Exp
     """Return what was done to the ranks' gradients beyond combining them, if it is known."""
     if not evidence.reduced.any():
         return Explanation("unexplained", "the run has no gradient, as if the ranks never reduced theirs")
-    # A sum of numbers of 16 bits is none of them.
-    elements = [seen.found[name][:SKETCHED_ELEMENTS] for name in evidence.like if name in seen.found]
-    values = torch.cat(elements)
-    for dtype in (torch.bfloat16, torch.float16):
-        if values.any() and torch.equal(values.to(dtype).double(), values):
-            return Explanation("16-bit wire", f"every element of the gradient is a number of {dtype}")
+    if gap_between(evidence.reduced, evidence.whole) < _MOST_OF_16_BITS:
+        # A sum of numbers of 16 bits is none of them.
+        elements = []
+        for name in evidence.like:
+            if name in seen.found:
+                elements.append(seen.found[name][:SKETCHED_ELEMENTS])
+        values = torch.cat(elements)
+        for dtype in (torch.bfloat16, torch.float16):
+            if torch.equal(values.to(dtype).double(), values):
+                return Explanation("16-bit wire", f"every element of the gradient is a number of {dtype}")
     changed_by = _changed_by(seen, records[0])
     if evidence.factor is not None:
         cause = "multiple"
@@ -144,9 +152,13 @@ def _of_change(evidence: Evidence, seen: Seen, records: Sequence[Record]) -> Exp
 
 def _changed_by(seen: Seen, record: Record) -> str:
     """Return the hook that changes a gradient beside its reduction, if it is the only one that may; else ""."""
-    hooks = [record.parameter_hooks[name] for name in sorted(seen.names) if name in record.parameter_hooks][:1]
+    hooks = []
     if record.comm_hook:
         hooks.append(record.comm_hook)
+    for name in sorted(seen.names):
+        if name in record.parameter_hooks:
+            hooks.append(record.parameter_hooks[name])
+            break
     if len(hooks) == 1:
         return f". The gradients go through the hook {hooks[0]}"
     return ""

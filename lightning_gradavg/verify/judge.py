@@ -249,9 +249,12 @@ class _Judge:
         """Return the first value that all ranks logged alike, as with `sync_dist`, and that differs."""
         for position, step in enumerate(alone.steps[:compared_steps]):
             first, *others = [record.steps[position].logged for record in self._records]
-            names = [name for name in first if all(logged.get(name) == first[name] for logged in others)]
-            found = {name: first[name] for name in names if name in step.logged}
-            expected = {name: step.logged[name] for name in found}
+            found = {}
+            expected = {}
+            for name, value in first.items():
+                if name in step.logged and all(logged.get(name) == value for logged in others):
+                    found[name] = value
+                    expected[name] = step.logged[name]
             differences = compare_tensors(found, expected, 10 * self._tolerance)
             if differences:
                 detail = f"`{differences[0].name}` was logged by all ranks; the training is the same"

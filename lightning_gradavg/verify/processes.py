@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import connection
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -73,7 +73,8 @@ def in_processes(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     # One import instead of one per process. What a process inherits is the same as with spawn.
     context.set_forkserver_preload(_PRELOADED)
     results: list[Any] = [None] * len(calls)
-    running: dict[Any, Any] = {}  # processes, by the handle that becomes ready when one ends
+    processes: list[Any] = []
+    running: dict[int, int] = {}  # ranks, by the handle that becomes ready when the process ends
     with folder_of_run() as folder, ExitStack() as ending:
         for rank, call in enumerate(calls):
             # As a process argument each tensor would be a shared piece of memory with a file descriptor of its own.
@@ -82,18 +83,18 @@ def in_processes(calls: Sequence[Callable[[], Any]]) -> list[Any]:
             process = context.Process(target=_make_call, args=arguments, name=f"rank {rank} of {len(calls)}")
             process.start()
             ending.callback(_end, process)
-            running[process.sentinel] = process
+            processes.append(process)
+            running[process.sentinel] = rank
         while running:
             for sentinel in connection.wait(list(running)):
-                process = running.pop(sentinel)
-                process.join()
-                rank = int(process.name.split()[1])
-                results[rank] = _result_of(process, f"{folder}/{rank}.out")
+                rank = running.pop(cast("int", sentinel))
+                results[rank] = _result_of(processes[rank], f"{folder}/{rank}.out")
     return results
 
 
 def _result_of(process: Any, file: str) -> Any:
     """Return what the call of a process that ended returned, or raise its error."""
+    process.join()
     if process.exitcode:  # `_make_call` did not reach its end
         raise RuntimeError(
             f"{process.name} failed: exit code {process.exitcode}: see standard error, and call verify under"
@@ -155,6 +156,8 @@ def _make_call(folder: str, rank: int, environ: Mapping[str, str]) -> None:
 def reported_error(error: BaseException, who: str) -> Exception:
     """Return a question of usage as a `ValueError`, and a failure with the last line of the user's own code."""
     failure = f"{who} failed: {type(error).__name__}: {error}"
+    if isinstance(error, RuntimeError) and re.search("(?i)double|float64|dtype", str(error)):
+        failure += " (verify computes in float64: try --precision 32-true)"
     of_user = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library(frame.filename)]
     if of_user:
         last = of_user[-1]

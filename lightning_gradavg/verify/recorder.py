@@ -211,6 +211,9 @@ class Recorder(Callback):
         # Compute it in `mode` until it ends, and draw from a random state of its own.
         self._batch_scope.close()
         self._batch_scope.callback(restore_random_state, random_state())
+        if self.mode.double:  # Lightning's plugin sets it for `training_step` alone
+            self._batch_scope.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.float64)
         self._begin_piece(0)
         self._batch_scope.enter_context(self.mode)
         return converted
@@ -316,8 +319,10 @@ class Recorder(Callback):
             problems.append(NO_COLLATE_FN)
         if not self.record.facts.automatic and any(len(window) > 1 for window in windows):
             problems.append("in manual optimization a window of several batches is the user's own sum of them")
-        for problem in reversed(problems):
-            self.record.problem = problem or self.record.problem
+        for problem in problems:
+            if problem:
+                self.record.problem = problem
+                break
         if self._reads and not self.record.problem:
             self.record.reading = read_epoch(self._loader)
 

@@ -21,7 +21,7 @@ from lightning_gradavg.verify.sketches import Difference
 
 __all__ = ["EXIT_CODES", "STAGES", "Baseline", "Finding", "Report"]
 
-SCHEMA = 5
+SCHEMA = 4
 """Version of the JSON output; raised when a field changes its name or its meaning, not when one is added."""
 
 EXIT_CODES: Mapping[str, int] = {"equal": 0, "different": 1, "not shown": 3}
@@ -38,6 +38,9 @@ STAGES: Mapping[str, str] = {
     "logged values": "`{}`:",
 }
 """The stages in the order in which a step goes through them, and what a number at each is; the number follows."""
+
+_EXACT = ("64-true", "32-true")
+"""Precisions in which a tolerance says what is equal. In others, rounding is measured."""
 
 _BESIDE_TRAINING = ("samples", "logged values")
 """Stages of which all steps are compared. A difference in any other ends the comparison of training."""
@@ -253,7 +256,7 @@ class Report:
     def _footer(self) -> str:
         """Return what was compared, and what counts as equal."""
         equal = f"values count as equal if their relative difference is at most {self.tolerance:g}."
-        if self.precision not in ("64-true", "32-true"):
+        if self.precision not in _EXACT:
             equal = "values count as equal within 4 x of what rounding changes on one process."
         return (
             f"{self.strategy}, reduction {self.reduction!r}, ranks: {self.world_size}, optimizer steps: {self.steps},"
@@ -272,7 +275,10 @@ class Report:
             if missing:
                 lines.append(f"Not compared: {', '.join(missing)}.")
             return lines
-        lines = [f"EQUAL to {self.baseline}"]
+        how = "EQUAL to"
+        if self.precision not in _EXACT:
+            how = "EQUAL within what rounding explains to"
+        lines = [f"{how} {self.baseline}"]
         if any(finding.cause == "data order" for finding in self.findings):
             lines.append("It takes the samples that the ranks read, and would read others by itself.")
         return lines

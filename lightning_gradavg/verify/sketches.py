@@ -20,6 +20,7 @@ __all__ = [
     "Difference",
     "Tensors",
     "compare_tensors",
+    "filled",
     "flat",
     "gap_between",
     "gaps_of",
@@ -104,7 +105,7 @@ def compare_tensors(
         rounding: By how much rounding may change an element of each tensor; else next to nothing beside the largest.
     """
     like = {**found, **expected}
-    found, expected = _filled(found, like), _filled(expected, like)
+    found, expected = filled(found, like), filled(expected, like)
     if rounding is None:
         # What is zero but for rounding, of what both were computed from, would differ by 100 %.
         largest = max((size_of(tensor) for tensor in expected.values()), default=0.0)
@@ -139,7 +140,7 @@ def size_of(tensor: Tensor) -> float:
     return size
 
 
-def _filled(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensors:
+def filled(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensors:
     """Return sketches of the names and sizes of `like`: zeros for a missing one, and NaN for one of another size."""
     sketches = {}
     for name, model in like.items():
@@ -156,7 +157,7 @@ def _filled(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor
 def flat(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:
     """Return sketches as one vector in the order of `like`; what is missing is zero."""
     empty = torch.zeros(0, dtype=torch.float64)  # `torch.cat` refuses to join nothing
-    return torch.cat([empty, *_filled(tensors, like).values()])
+    return torch.cat([empty, *filled(tensors, like).values()])
 
 
 def gap_between(found: Tensor, expected: Tensor) -> float:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -113,22 +113,29 @@ def test_a_run_that_fails_shows_the_last_line_of_the_user(tmp_path, monkeypatch,
     os.close(end)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)])
+def verify_waiting(folder: str, pipe: str) -> None:
+    """Run the command in a process of its own, with its folders in one of the test's."""
+    os.environ.update(TMPDIR=folder, PIPE=pipe)
+    tempfile.tempdir = None  # it is asked for again
+    main(["verify", f"{HERE}:Waiting", "--data", f"{HERE}:Data"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_ranks_and_removes_their_folders(number, tmp_path, request):
     """A job's time is over, or the terminal is closed: what the command started ends with it."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     folder = Path(tempfile.mkdtemp(prefix="gav"))  # the path of a socket is below 108 characters
     request.addfinalizer(partial(shutil.rmtree, folder))
-    command = [sys.executable, "-m", "lightning_gradavg", "verify", f"{HERE}:Waiting", "--data", f"{HERE}:Data"]
-    environ = {**os.environ, "PIPE": str(pipe), "TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(command, env=environ) as process:
-        with pipe.open("rb", buffering=0) as end:
-            assert b"xx" == end.read(1) + end.read(1), "both ranks wait"
-            assert list(folder.glob("gradavg-verify-*"))
-            process.send_signal(number)
-            assert b"" == end.read(1), "the end of the pipe, which only comes when no rank can write to it any more"
-        assert 128 + number == process.wait()
+    process = multiprocessing.get_context("forkserver").Process(target=verify_waiting, args=(str(folder), str(pipe)))
+    process.start()
+    with pipe.open("rb", buffering=0) as end:
+        assert b"xx" == end.read(1) + end.read(1), "both ranks wait"
+        assert list(folder.glob("gradavg-verify-*"))
+        os.kill(process.pid, number)
+        assert b"" == end.read(1), "the end of the pipe, which only comes when no rank can write to it any more"
+    process.join()
+    assert 128 + number == process.exitcode
     assert [] == list(folder.glob("gradavg-verify-*"))
 
 
