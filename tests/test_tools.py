@@ -245,7 +245,7 @@ def test_a_regression_of_a_tenth_fails_in_each_row_and_noise_does_not(tmp_path):
     for bound in check.BOUNDS:
         for where in bound.where:
             for factor, rounds, fails in ((1.0, 1, False), (1.1, 2, True)):
-                counts: list[int] = []
+                counts = []
                 names = list(bound.variants)
                 found = check._find(bound.benchmark, where, names, measured(factor * bound.ratio, counts))
                 assert names == [finding.variant for finding in found]
