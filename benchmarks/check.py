@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ __all__ = ["BOUNDS", "Bound", "bound_of", "fails", "main"]
 RANKS = 2
 
 MARGIN = 1.05
-"""Half of the regression that must be found: the medians of 5 rounds on an idle machine differ by less."""
+"""Half of the regression that must be found, so that neither it nor the noise of a median decides by chance."""
 
 ROUNDS = {"step": 5, "epoch": 2}
 """Rounds that count, at first."""
@@ -126,21 +127,21 @@ def _find(
     return list(findings.values())
 
 
+def _steps(model: str, world: World, names: Sequence[str], rounds: int) -> list[Row]:
+    return step.measure_rounds(model, names, world, rounds=rounds)
+
+
+def _epochs(where: str, world: World, names: Sequence[str], rounds: int) -> list[Row]:
+    workers = int(where.partition(" ")[0])
+    return epoch.measure_epochs(epoch.parse([f"--rounds={rounds}"]), workers, names, world)
+
+
 def _measure_all(world: World) -> list[_Finding]:
     findings: list[_Finding] = []
     for model in MODELS:
-
-        def measure_steps(names: Sequence[str], rounds: int, model: str = model) -> list[Row]:
-            return step.measure_rounds(model, names, world, rounds=rounds)
-
-        findings += _find("step", model, list(VARIANTS)[1:], measure_steps)
+        findings += _find("step", model, list(VARIANTS)[1:], partial(_steps, model, world))
     for where in _EPOCHS:
-        workers = int(where.partition(" ")[0])
-
-        def measure_epochs(names: Sequence[str], rounds: int, workers: int = workers) -> list[Row]:
-            return epoch.measure_epochs(epoch.parse([f"--rounds={rounds}"]), workers, names, world)
-
-        findings += _find("epoch", where, list(epoch.STRATEGIES)[1:], measure_epochs)
+        findings += _find("epoch", where, list(epoch.STRATEGIES)[1:], partial(_epochs, where, world))
     return findings
 
 

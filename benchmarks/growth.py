@@ -199,7 +199,7 @@ def before_first_bucket(parameters: int) -> float:
 
 
 def law(times: Sequence[Sequence[MicroBatchTime]], exchange: float, before: float) -> float:
-    """Return the seconds that a step of a rule with weights takes beside stock, in windows of one micro-batch.
+    """Return the seconds that a step of a rule with weights takes beside stock.
 
     F and B are the forward and the backward of a rank. Stock's ranks meet at the end of the backward: a step takes the
     largest F + B over the ranks. Under a rule a rank's first bucket, after the part a of its backward, waits for the
@@ -207,8 +207,11 @@ def law(times: Sequence[Sequence[MicroBatchTime]], exchange: float, before: floa
 
         max(F + a B, largest F + E) + (1 - a) B
 
+    In a window of several micro-batches, all ranks meet at Lightning's flag before each one, in stock, too: so it holds
+    for the last one.
+
     Args:
-        times: Of each rank, its micro-batches, each of which is a window.
+        times: Of each rank, the last micro-batches of some windows.
         exchange: E, the seconds of one exchange.
         before: a, the part of a backward before the first bucket.
     """
@@ -326,12 +329,13 @@ def print_growth(file: Path) -> None:
             continue
         stock = next(other for other in rows if other.variant == STOCK and other.case == row.case)
         said = "-"
-        if row.variant == WEIGHTED and case.window == 1:
-            count = WARM_UP + row.more["steps"]
+        if row.variant == WEIGHTED:
             times = []
             for rank in range(case.ranks):
+                count = (WARM_UP + row.more["steps"]) * case.window
                 drawn = draw_times(case.times, row.more["seconds"], count, rank, case.ranks)
-                times.append(drawn[WARM_UP:])
+                last_of_windows = drawn[case.window - 1 :: case.window]
+                times.append(last_of_windows[WARM_UP:])
             exchange = Spread.of(exchanges[case.ranks, case.delay].seconds).median
             said = f"{1000 * law(times, exchange, before_first_bucket(case.parameters)):+.1f}"
         lines.append(

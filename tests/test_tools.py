@@ -106,7 +106,7 @@ def run_benchmark(name: str, *arguments: str) -> str:
 SMALL_EPOCH = ["--batch=4", "--batches=2", "--rounds=1", "--milliseconds=0.1", "--compute=0.1"]
 BENCHMARKS = {
     "step": (["--models", "layer", "--rounds=1", "--steps=1"], list(VARIANTS)),
-    "epoch": ([*SMALL_EPOCH, "--workers", "0", "2"], 2 * list(epoch.STRATEGIES)),
+    "epoch": ([*SMALL_EPOCH, "--workers", "1"], list(epoch.STRATEGIES)),
     "growth": (
         ["--rounds=1", "--steps=1", "--cases", "crossed:1", "equal:2", "--parameters=80", "--seconds=0.001"],
         ["exchange of rows", "stock's flag", *growth.STRATEGIES, *growth.STRATEGIES],
@@ -135,8 +135,8 @@ def test_a_benchmark_saves_its_rows_and_prints_them(world, tmp_path, name):
         # split loads one sample twice more, and under a preset rank 0 loads the whole batch of 8.
         split = [22, 14]
         first = [[12, 12], [12, 12], split, split, split]
-        assert 2 * first == [row.more["loaded"][0] for row in rows]
-        assert 10 * [[12, 12]] == [row.more["loaded"][-1] for row in rows]
+        assert first == [row.more["loaded"][0] for row in rows]
+        assert 5 * [[12, 12]] == [row.more["loaded"][-1] for row in rows]
         assert all(sum(row.more["parts"][0]) == pytest.approx(row.seconds[0], rel=0.5) for row in rows)
 
 
@@ -246,7 +246,7 @@ def test_a_regression_of_a_tenth_fails_in_each_row_and_noise_does_not(tmp_path):
     for bound in check.BOUNDS:
         for where in bound.where:
             for factor, rounds, fails in ((1.0, 1, False), (1.1, 2, True)):
-                counts: list[int] = []
+                counts = []
                 names = list(bound.variants)
                 found = check._find(bound.benchmark, where, names, measured(factor * bound.ratio, counts))
                 assert names == [finding.variant for finding in found]
