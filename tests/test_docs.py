@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from importlib import import_module
 from inspect import signature
 from itertools import takewhile
@@ -195,6 +196,29 @@ def indexed(text: str) -> set[str]:
 def test_a_search_finds_its_page(search: str, page: str) -> None:
     """The page has every word of the search: the site's search lists pages that have all of them."""
     assert set() == indexed(search) - indexed((ROOT / "docs" / f"{page}.md").read_text("utf-8"))
+
+
+def test_the_pictures_are_drawn_by_their_script() -> None:
+    """Its boxes are as wide as their text, and no picture is wider than a phone."""
+    pictures = runpy.run_path(str(ROOT / "docs/diagrams.py"))["PICTURES"]
+    assert len(pictures) == 6
+    for file, draw in pictures.items():
+        drawn = draw()
+        assert drawn == (ROOT / "docs/images" / file).read_text("utf-8"), file
+        assert 'width="380"' in drawn
+
+
+@pytest.mark.parametrize("cause", ["mean of means", "counts", "sum loss", "batch norm", "padding", "short window"])
+def test_the_recipes_are_those_of_verify(cause: str) -> None:
+    """The FAQ's first column has what verify advises, but for the data, of which the second column has it."""
+    rows = cells_of(
+        "faq.md", "| verify's [cause](causes.md) | keeps `batch_size` per process | keeps the curve of one GPU |"
+    )
+    (row,) = [cells for cells in rows if cause in cells[0].split(", ")]
+    words = re.findall(r"`([^`]*)`", row[1] or row[2])
+    advice = f"{CAUSES[cause].advice} {CAUSES[cause].code}"
+    assert words
+    assert any(word.removesuffix("()").removeprefix("GradAvgStrategy(").rstrip(")") in advice for word in words), advice
 
 
 @pytest.mark.full
