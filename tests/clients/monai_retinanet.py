@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from monai.apps.detection.networks import retinanet_detector
 from monai.apps.detection.networks.retinanet_detector import RetinaNetDetector
 from monai.apps.detection.networks.retinanet_network import RetinaNet
 from monai.apps.detection.utils.anchor_utils import AnchorGeneratorWithAnchorShape
@@ -15,6 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_gradavg import global_mean
+
+if find_spec("torchvision") is None:
+    # MONAI asks whether its matcher is torchvision's, which fails without it. The one that is used here is MONAI's.
+    retinanet_detector.Matcher = ()
 
 
 class Features(nn.Sequential):
