@@ -283,8 +283,8 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         options = ", ".join(f"{name}={value!r}" for name, value in changed.items())
         # A Trainer of pytorch_lightning and Fabric quote a strategy by its repr when they refuse it.
         return (
-            f"{type(self).__name__}({options}) [a strategy for lightning.pytorch.Trainer, of the package `lightning`;"
-            " for Fabric, lightning_gradavg.fabric has another]"
+            f"{type(self).__name__}({options}) [not for pytorch_lightning.Trainer: import Trainer from"
+            " lightning.pytorch; not for Fabric: lightning_gradavg.fabric has another]"
         )
 
     @property

@@ -50,9 +50,7 @@ OPTIONS_OF_DDP_STRATEGY = words(
     "accelerator parallel_devices cluster_environment checkpoint_io precision_plugin ddp_comm_state ddp_comm_hook"
     " ddp_comm_wrapper model_averaging_period process_group_backend timeout start_method"
 )
-OPTIONS_OF_VERIFY = (
-    "strategy='ddp', devices=2, steps=3, tolerance=None, precision='64-true', seed=0"
-)
+OPTIONS_OF_VERIFY = "strategy='ddp', devices=2, steps=3, tolerance=None, precision='64-true', seed=0"
 
 
 def test_the_constructor():

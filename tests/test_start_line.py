@@ -105,7 +105,7 @@ def line_of(row: Row, monkeypatch: pytest.MonkeyPatch) -> str:
     loop = SimpleNamespace(accumulation=row.window, short_last_window=row.window - 1)
     run = SimpleNamespace(places=range(row.ranks), num_nodes=1, loop=loop, module=row.module)
     run.module.automatic_optimization = True
-    strategy._reduction.run = strategy._rates.run = run
+    strategy._run = strategy._reduction.run = strategy._rates.run = run
     strategy._parts = (SimpleNamespace(describe=lambda: "A remark."), SimpleNamespace(describe=lambda: ""))
     batch = global_batch_of(row)
     strategy._rates.batch = BatchScale(batch or 1, 1, known=batch is not None)

@@ -1,7 +1,7 @@
 """Models of other libraries, as these ship them, train on several ranks as on one process.
 
 The scripts of tests/clients/ run as a user runs them: Lightning starts the ranks. Install the libraries beside the
-package, `pip install chemprop gluonts[torch] pytorch-forecasting mlflow`, and run
+package, `pip install chemprop gluonts[torch] pytorch-forecasting litgpt monai mlflow`, and run
 `pytest -m '' tests/trainer/test_clients.py`. docs/frameworks.md has the releases that were tried.
 """
 
@@ -38,6 +38,8 @@ CLIENTS = [
     Client("chemprop", "chemprop_mpnn", ("--ragged",), ("train_loss_step",)),
     Client("gluonts", "gluonts_deepar", ()),
     Client("pytorch_forecasting", "forecasting_tft", ()),
+    Client("litgpt", "litgpt_sft", ()),
+    Client("monai", "monai_retinanet", ()),
 ]
 
 
