@@ -178,9 +178,7 @@ def train_normed(window: int, compiled: bool) -> list[float]:
     return module.gradients
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf", "ignore:Profiler record function"
-)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile reads it
 @pytest.mark.parametrize(("window", "compiled"), [(1, False), (3, False), (1, True)])
 def test_batch_norm_over_all_ranks_is_that_of_one_process(world, window, compiled):
     """The loss is sum(n * c * normed * row) / sum(n), over all rows. Elsewhere, rank 0 normalizes alone."""

@@ -18,8 +18,9 @@ Why not `nn.SyncBatchNorm`: it runs on no CPU, and it would count the rows of a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,37 @@ from lightning_gradavg.reduction.uncounted import note_exchange
 
 __all__ = ["synchronized_batch_norm"]
 
+_stock_batch_norm = nn.functional.batch_norm
+
+
+def _batch_norm(
+    input: Tensor,  # noqa: A002  # torch's names
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    forward = running_forward()
+    if not training or not forward.normalizes_over_ranks:
+        return _stock_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    assert forward.world is not None
+    layer = _Layer(forward.world, not forward.stands_in, running_mean, running_var, momentum, eps)
+    normalize: Any = _Normalize.apply
+    output: Tensor
+    output, begin_of_backward = normalize(input, weight, bias, layer)
+    note_exchange("batch norm over all ranks", begin_of_backward)
+    return output
+
+
+@cache  # `torch.compile` compiles anew where it sees another function
+def _untraced() -> Callable[..., Tensor]:
+    """Return `_batch_norm` as compiled code calls it: as it is, since tracing fails at its exchanges."""
+    untraced: Callable[..., Tensor] = torch.compiler.disable(_batch_norm)
+    return untraced
+
 
 @contextmanager
 def synchronized_batch_norm() -> Iterator[None]:
@@ -48,31 +80,8 @@ def synchronized_batch_norm() -> Iterator[None]:
     forward of their own that call the function. Ranks may have different numbers of rows, or none. Half precision is
     computed in float32. There is no second derivative.
     """
-    stock_batch_norm = nn.functional.batch_norm
-
-    def batch_norm(
-        input: Tensor,  # noqa: A002  # torch's names
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        forward = running_forward()
-        if not training or not forward.normalizes_over_ranks:
-            return stock_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        assert forward.world is not None
-        layer = _Layer(forward.world, not forward.stands_in, running_mean, running_var, momentum, eps)
-        normalize: Any = _Normalize.apply
-        output: Tensor
-        output, begin_of_backward = normalize(input, weight, bias, layer)
-        note_exchange("batch norm over all ranks", begin_of_backward)
-        return output
-
     # `nn.SyncBatchNorm.forward` raises on CPUs. On accelerators it would count the rows of a stand-in.
-    with replaced(nn.SyncBatchNorm, "forward", BatchNorm.forward), replaced(nn.functional, "batch_norm", batch_norm):
+    with replaced(nn.SyncBatchNorm, "forward", BatchNorm.forward), replaced(nn.functional, "batch_norm", _untraced()):
         yield
 
 
