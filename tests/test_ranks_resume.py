@@ -47,7 +47,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from noted import Act, Noted, Order, drawn_numbers, fit, join_ranks, read_journal, step_of_checkpoint
 from orders import ORDERS, WHOLE
-from ranks import RankError, covering, make_trainer
+from ranks import RankError, covering, grid, make_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 from toys import Stream, Toy, approx
@@ -268,7 +268,7 @@ HOOKS = st.sampled_from([*["batch"] * 3, "validation", "end"])
 SAVES = st.builds(lambda *place: Act("save", *place), HOOKS, st.integers(0, 1), st.integers(0, 15))
 
 
-@settings(max_examples=12, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=6, phases=[Phase.explicit, Phase.generate])
 @given(
     order=st.builds(Order, st.sampled_from(sorted(ORDERS | WHOLE)), st.integers(6, 30), st.integers(2, 6)),
     worlds=st.lists(st.integers(1, 3), min_size=2, max_size=3),
@@ -335,7 +335,7 @@ def test_what_remains_is_what_an_uninterrupted_run_trains_on(
 READ_TOGETHER = ["shuffle", "generator", "lazy", "stream", "own stream", "unsized"]
 
 
-@settings(max_examples=10, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=5, phases=[Phase.explicit, Phase.generate])
 @given(
     read=st.tuples(
         *[st.builds(Order, st.sampled_from(READ_TOGETHER), st.sampled_from(range(4, 25, 4)), st.just(4))] * 2
@@ -370,8 +370,7 @@ def test_workers_that_fetch_ahead_change_nothing(world, tmp_path, kind, epoch):
 TRANSFERS = ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"]
 
 
-@pytest.mark.parametrize("kind", ["shuffle", "unsized"])
-@pytest.mark.parametrize("transfer", TRANSFERS)
+@pytest.mark.parametrize(("transfer", "kind"), grid(TRANSFERS, ["shuffle", "unsized"], strength=1))
 def test_hooks_that_move_batches_may_draw(world, tmp_path, transfer, kind):
     """Saved within a window, which is repeated; what a replica draws when it is moved names no rank."""
     options = {"accumulate_grad_batches": 2, "drawing_hook": transfer}
@@ -380,8 +379,7 @@ def test_hooks_that_move_batches_may_draw(world, tmp_path, transfer, kind):
     assert_resumes(pools, tmp_path, Act("save", "batch", 0, 2), [Order(kind)], [replicas] * 3, **options)
 
 
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("transfer", TRANSFERS)
+@pytest.mark.parametrize(("transfer", "window"), grid(TRANSFERS, [1, 2], strength=1))
 def test_a_batch_that_could_not_be_moved_is_repeated(world, tmp_path, transfer, window):
     """A checkpoint that the error in its hook writes counts the batches before it."""
     options: dict[str, Any] = {"limit_val_batches": 0, "accumulate_grad_batches": window, "drawing_hook": transfer}

@@ -103,7 +103,7 @@ def test_a_run_that_fails_shows_the_last_line_of_the_user(tmp_path, monkeypatch,
     os.close(end)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)])
 def test_a_signal_ends_the_ranks_and_removes_their_folders(number, tmp_path, request):
     """A job's time is over, or the terminal is closed: what the command started ends with it."""
     pipe = tmp_path / "pipe"
