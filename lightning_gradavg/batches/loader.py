@@ -341,6 +341,8 @@ class SplitLoader(LoaderWrapper):
                 " and list of the batch hold the samples along its first dimension."
             ) from error
         chunk = self.split.cut(rows)
+        if not self.split.cuts:
+            return chunk, [batch]
         return chunk, [slice_rows(batch, piece.start, piece.stop) for piece in chunk.pieces]
 
     def _other_number_of_batches(self, fewer_or_more: str) -> str:
