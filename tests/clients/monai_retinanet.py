@@ -37,11 +37,11 @@ class Detection(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        anchors = AnchorGeneratorWithAnchorShape(feature_map_scales=(1,), base_anchor_shapes=[[4, 4], [8, 8]])
+        anchors = AnchorGeneratorWithAnchorShape(feature_map_scales=(1,), base_anchor_shapes=[[6, 6], [4, 8]])
         network = RetinaNet(2, 2, anchors.num_anchors_per_location()[0], Features())
         self.detector = RetinaNetDetector(network, anchors)
         self.detector.set_target_keys("box", "label")
-        self.detector.set_atss_matcher(num_candidates=4)
+        self.detector.set_atss_matcher(num_candidates=9)
         self.detector.set_cls_loss(nn.BCEWithLogitsLoss(reduction="sum"))
         self.detector.set_box_regression_loss(nn.SmoothL1Loss(reduction="sum"), encode_gt=True, decode_pred=False)
 
