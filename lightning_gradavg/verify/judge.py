@@ -127,8 +127,13 @@ class _Judge:
         gaps = {stage: "not compared" for stage in STAGES if stage not in stages}
         if findings:
             # Only the first difference is a cause. Those behind it may follow from it.
-            findings = [min(findings, key=_place_in_run)]
-            steps = findings[0].step + 1
+            first = min(findings, key=_place_in_run)
+            # Ranks may differ from one another in one stage of step 0, and from one process in an earlier one.
+            for finding in findings:
+                if finding.step == first.step == 0:
+                    gaps[finding.stage] = "differs"
+            findings = [first]
+            steps = first.step + 1
         samples = compare_readings(self._records, alone.reading)
         findings += samples.findings
         remarks += samples.remarks

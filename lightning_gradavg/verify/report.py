@@ -155,7 +155,8 @@ class Report:
         remarks: What could not be compared, and why; and what is known of steps beyond those compared.
         precision: What both runs computed in.
         baseline: Which run on one process this is.
-        gaps: The stages that were not compared ("not compared"), or of which the run has nothing ("none").
+        gaps: The stages that were not compared ("not compared"), of which the run has nothing ("none"), or that differ in the
+            step of the first finding, too ("differs").
     """
 
     strategy: str
@@ -219,10 +220,10 @@ class Report:
                     statuses[stage] = "note"
             if stage in _BESIDE_TRAINING:
                 continue
-            if not is_compared:
+            if not is_compared and finding is None:
                 statuses[stage] = "not compared"
-            # The comparison of training ends at its first finding. One of a later step had all stages equal in step 0.
-            elif finding is not None and finding.step == 0:
+            # The comparison of training ends at its first difference. One of a later step had all stages equal in step 0.
+            if statuses[stage] == "differs" and (finding is None or finding.step == 0):
                 is_compared = False
         return statuses
 
