@@ -129,9 +129,7 @@ class _Judge:
             # Only the first difference is a cause. Those behind it may follow from it.
             first = min(findings, key=_place_in_run)
             # Ranks may differ from one another in one stage of step 0, and from one process in an earlier one.
-            for finding in findings:
-                if finding.step == first.step == 0:
-                    gaps[finding.stage] = "differs"
+            gaps.update({finding.stage: "differs" for finding in findings if finding.step == first.step == 0})
             findings = [first]
             steps = first.step + 1
         samples = compare_readings(self._records, alone.reading)

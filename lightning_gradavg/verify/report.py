@@ -155,8 +155,8 @@ class Report:
         remarks: What could not be compared, and why; and what is known of steps beyond those compared.
         precision: What both runs computed in.
         baseline: Which run on one process this is.
-        gaps: The stages that were not compared ("not compared"), of which the run has nothing ("none"), or that differ in the
-            step of the first finding, too ("differs").
+        gaps: The stages that were not compared ("not compared"), of which the run has nothing ("none"), or that differ
+            beside the first finding ("differs").
     """
 
     strategy: str
@@ -222,7 +222,7 @@ class Report:
                 continue
             if not is_compared and finding is None:
                 statuses[stage] = "not compared"
-            # The comparison of training ends at its first difference. One of a later step had all stages equal in step 0.
+            # Training is compared up to its first difference. One of a later step had all stages equal in step 0.
             if statuses[stage] == "differs" and (finding is None or finding.step == 0):
                 is_compared = False
         return statuses
