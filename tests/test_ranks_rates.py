@@ -119,7 +119,7 @@ class Scheduled(Toy):
             raise KeyError(self.how)
         if self.automatic_optimization:
             self.log_dict({"metric": float(batch_idx), "logged": optimizer.param_groups[0]["lr"]})
-            return None if self.how == "none" else loss
+            return loss
         optimizer.zero_grad()
         self.manual_backward(loss)
         if self.how == "raw":
@@ -242,7 +242,7 @@ def factors(held: dict[str, Any]) -> dict[str, set[float]]:
 @pytest.mark.parametrize(
     ("how", "options"),
     [
-        *((how, {}) for how in ("sgd", "lbfgs", "none", "ends the epoch", "start raises", "skips", "raises")),
+        *((how, {}) for how in ("sgd", "lbfgs", "ends the epoch", "start raises", "skips", "raises")),
         ("sgd", {"accumulate_grad_batches": 2}),
         ("manual", {}),
         ("raw", {}),

@@ -74,7 +74,7 @@ class Script(Model):
         losses = self.losses("train_mean", batch)
         self.lists.update(losses.detach())
         self.log("lists", self.lists, on_step=False, on_epoch=True)
-        return {"loss": self.log_often(losses), "rows": batch[1], "size": len(batch[1])}
+        return {"loss": self.log_often(losses), "rows": batch[1], "height": len(batch[1])}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         losses = self.losses("val_mean", batch)
@@ -152,7 +152,7 @@ class Seen(ProgressBar):
             self.average[name] = self.average.get(name, value).detach().lerp(value.detach(), 0.3)
         if "rows" in outputs:
             chunk = getattr(getattr(trainer.strategy, "_batches", None), "chunk", None)
-            size = 0 if chunk is not None and chunk.stand_in else int(torch.as_tensor(outputs["size"]).sum())
+            size = 0 if chunk is not None and chunk.stand_in else int(torch.as_tensor(outputs["height"]).sum())
             self.outputs.append((size * float(outputs["loss"]), outputs["rows"][:size].tolist()))
         trainer.should_stop |= len(self.steps) == self.stop
 

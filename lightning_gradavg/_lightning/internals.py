@@ -17,7 +17,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from copy import copy
 from enum import Enum, auto
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -112,6 +112,15 @@ def view_gradients(strategy: Any) -> None:
     """Have DDP keep gradients in its buckets, which takes one copy of them less, unless the user says otherwise."""
     # Private: `DDPStrategy._ddp_kwargs` (L). Without it `gradavg verify` needs a quarter more memory.
     strategy._ddp_kwargs.setdefault("gradient_as_bucket_view", True)
+
+
+def set_ddp_options(strategy: Any, options: Mapping[str, Any], *, gradient_as_bucket_view: bool) -> None:
+    """Set what a strategy passes on to DDP."""
+    # Private: `DDPStrategy._ddp_kwargs` (L), which `DDPStrategy._setup_model` passes on. Without it gradients are no
+    # views of buckets. The constructor gets what the user gave, and by that name: jsonargparse follows it.
+    strategy._ddp_kwargs = dict(options)
+    if gradient_as_bucket_view:
+        strategy._ddp_kwargs["gradient_as_bucket_view"] = True
 
 
 def set_device_mesh(module: Any, mesh: Any) -> None:
@@ -377,14 +386,16 @@ def restore_evaluation_loops(trainer: Any) -> None:
 
 def sendable(entry: _ResultMetric) -> _ResultMetric:
     """Return a copy of what was logged that can be sent: on the CPU, and without what reduces it, or its metric."""
-    # Private: `_ResultMetric` and its `meta._sync` (L). Without them exact evaluation fails where something is logged.
-    meta = entry.meta
-    sync = type(meta.sync)(_should=meta.sync.should)
-    copy = type(entry)(replace(meta, _sync=sync), entry.is_tensor)
-    vars(copy).setdefault("value", None)  # of a metric, whose text is pickled
-    for state in copy.metric_state:
-        setattr(copy, state, getattr(entry, state).cpu())
-    return copy
+    # Private: `_ResultMetric` (L), the type of the entry. Without it exact evaluation fails where something is logged.
+    sync = type(entry.meta.sync)()
+    sync.should = entry.meta.sync.should
+    meta = copy(entry.meta)
+    meta.sync = sync
+    sent = type(entry)(meta, entry.is_tensor)
+    vars(sent).setdefault("value", None)  # of a metric, whose text is pickled
+    for state in sent.metric_state:
+        setattr(sent, state, getattr(entry, state).cpu())
+    return sent
 
 
 # Private: `Metric._sync_dist` and `Metric._reductions` (M). Without them exact evaluation fails where a metric is
@@ -425,11 +436,11 @@ def cloned(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
     # Private: `DataLoader._iterator` (T), which holds workers that persist. Without it two loaders read from them. A
     # shallow copy would share it.
     # The constructor of a subclass may take anything, and `DataLoader.__setattr__` refuses a sampler.
-    copy = object.__new__(type(loader))
-    copy.__dict__.update(loader.__dict__)
-    copy.__dict__["_iterator"] = None
-    copy.__dict__.update(attributes)
-    return copy
+    clone = object.__new__(type(loader))
+    clone.__dict__.update(loader.__dict__)
+    clone.__dict__["_iterator"] = None
+    clone.__dict__.update(attributes)
+    return clone
 
 
 def show_dataset_of_worker(dataset: Any) -> None:

@@ -154,8 +154,6 @@ class ExactEvaluation(Evaluation):
         """Deal the loaders; seeds of workers are drawn within `drawing_order`, which keeps the order of training."""
         self._drawing_order = drawing_order
         self._loaded_seed: int | None = None  # of a checkpoint that the next run resumes
-        # Metrics that were computed over the ranks, by identity: they have other notions of equality.
-        self._computed = WeakValueDictionary[int, Metric]()
 
     _pass: _Pass | None = None
     _stage: RunningStage  # of the loaders that were prepared last
@@ -177,6 +175,9 @@ class ExactEvaluation(Evaluation):
         self._streams = EvaluationStreams(run.device)
         self._loaders_of_stage = 0  # that are processed
         self._said: set[str] = set()  # lines about ranks without a batch
+        # Metrics that were computed over the ranks, by identity: they have other notions of equality. It is made here,
+        # because a strategy may be pickled before it runs, for the processes that it starts.
+        self._computed = WeakValueDictionary[int, Metric]()
         self._changed_options = ExitStack()  # of the Trainer, while it prepares loaders
         self._changed_in_pass = ExitStack()
         self._changed_in_steps = ExitStack()
