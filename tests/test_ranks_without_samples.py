@@ -190,7 +190,7 @@ def test_ranks_are_named_as_their_batches_end(world):
 
 
 class Changes(LightningModule):
-    """Assigns a buffer, and takes the labels out of the batch."""
+    """Assigns a buffer, takes the labels out of the batch, and changes them. Rank 0 alone looks at its data."""
 
     count: Tensor
 
@@ -201,7 +201,14 @@ class Changes(LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
         self.count = self.count + 1
-        return {"loss": self.w * batch.pop("labels"), "weight": 1}
+        labels = batch.pop("labels")
+        assert labels == 1, "the batch is as it was loaded"
+        labels -= 1
+        return {"loss": self.w * labels, "weight": 1}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_rank == 0:
+            next(iter(self.trainer.train_dataloader))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.0)
@@ -210,7 +217,7 @@ class Changes(LightningModule):
 def train_changing() -> float:
     """Body: train on 3 batches on rank 0, and on 1 on rank 1; return the buffer."""
     module = Changes()
-    batches: Any = [{"labels": torch.ones(())}] * (3 - 2 * dist.get_rank())
+    batches: Any = [{"labels": torch.ones(())} for _ in range(3 - 2 * dist.get_rank())]
     strategy = GradAvgStrategy(reduction="weighted_mean", check_replicas_every_n_steps=None)
     trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
     trainer.fit(module, DataLoader(batches, batch_size=None))
