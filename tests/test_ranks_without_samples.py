@@ -13,10 +13,11 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
 from ranks import group_of, make_trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from toys import Toy, make_loader
 
 from lightning_gradavg import GradAvgStrategy, gather
+from lightning_gradavg._lightning.loaders import last_batch_size
 from lightning_gradavg._support.running import running_forward
 
 pytestmark = [
@@ -248,3 +249,21 @@ def hear(runs_out: bool) -> list[str]:
 @pytest.mark.parametrize(("runs_out", "when"), [(True, "in a step"), (False, "in the last batch of an epoch")])
 def test_who_stands_in_is_said_once(world, runs_out, when):
     assert [[f"{SAID} {when}"], []] == world(2).run(hear, runs_out)
+
+
+NINE: Any = range(9)
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        ({"batch_size": 4}, 1),
+        ({"batch_size": 3}, 3),
+        ({"batch_size": 4, "drop_last": True}, 4),
+        ({"batch_sampler": BatchSampler(SequentialSampler(NINE), 4, drop_last=True)}, None),
+        ({"batch_size": None}, None),
+    ],
+    ids=str,
+)
+def test_the_size_of_the_last_batch_where_it_is_known(options, size):
+    assert last_batch_size(DataLoader(NINE, **options)) == size

@@ -433,7 +433,8 @@ class SplitBatches(Batches):
         Args:
             what: What is done with it.
             piece: The piece.
-            step: The number of its batch in the run.
+            step: The number of its batch in the run. Lightning counts a batch once it has reached training: the number
+                is `total_ready` while it is moved, and `total_ready - 1` in its step.
         """
         if not self._split.cuts:
             return None

@@ -116,7 +116,11 @@ class _Layer(NamedTuple):
 
 
 class _Normalize(torch.autograd.Function):
-    """The formulas at the top of this file. Its second output is a number, as that of `reduction.gather._Gather`."""
+    """The formulas at the top of this file.
+
+    Its second output is 0. A loss that is missing reaches this backward through it, and so takes part in the exchange,
+    without a gradient of the size of the first output (`note_exchange`).
+    """
 
     @staticmethod
     def forward(
