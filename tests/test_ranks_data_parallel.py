@@ -121,6 +121,7 @@ DOES: dict[str, Callable[[Any, Tensor], Any]] = {
     "takes a global mean": lambda module, x: global_mean(module.net(x).sum(), len(x)),
     "all-gathers": lambda module, x: module.all_gather(module.net(x), sync_grads=True),
     "reduces a metric": lambda module, x: module.metric(x),
+    "normalizes": lambda module, x: nn.functional.batch_norm(module.net(x), None, None, training=True),
 }
 
 
@@ -177,6 +178,7 @@ REFUSED: list[tuple[str, Kind, Options, str]] = [
     ("RuntimeError", "takes a global mean", PARTS, "training_step exchanges values with the other ranks"),
     ("RuntimeError", "all-gathers", PARTS, "training_step exchanges values with the other ranks"),
     ("RuntimeError", "reduces a metric", parallel(), "training_step exchanges values with the other ranks"),
+    ("RuntimeError", "normalizes", single(max_device_batch_size=2), "training_step exchanges values with the other"),
     ("RuntimeError", "assigns a buffer", single(), "assigned or made the buffers center"),
     ("RuntimeError", "assigns a buffer of None", PARTS, "assigned or made the buffers center"),
     ("RuntimeError", "makes a buffer", parallel(), "assigned or made the buffers center"),

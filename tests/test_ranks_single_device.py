@@ -5,6 +5,8 @@ One loader batch is one step of Lightning, however many pieces a rank computes; 
 
 from __future__ import annotations
 
+import pickle
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from data_parallel import SEED, Model, Options, assert_same_run, fit, parallel, single
-from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch import Callback, LightningDataModule, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from ranks import group_of, make_trainer
 from test_ranks_evaluation import Lists
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric, SumMetric
-from toys import Toy, make_loader
+from toys import Toy, approx, make_loader
 
 from lightning_gradavg import GradAvgStrategy, gather
 from lightning_gradavg.reduction.rows import RowExchange
@@ -435,6 +437,9 @@ class CountsSamples(Toy):
             self.total += len(gather(batch))
         if self.counts == "steps":
             self.total += 1
+        if self.counts == "forwards":
+            for _ in range(4):  # as many as a rank has samples
+                self.total += 1
         return super().training_step(batch, batch_idx)
 
 
@@ -460,6 +465,47 @@ def test_a_buffer_that_counts_the_samples_of_a_piece_is_an_error(world, options,
         assert raised.message.startswith(f"{said}, where one process adds {whole}.")
 
 
-@pytest.mark.parametrize(("counts", "expected"), [("gathered samples", 32), ("steps", 4)])
+@pytest.mark.parametrize(("counts", "expected"), [("gathered samples", 32), ("steps", 4), ("forwards", 16)])
 def test_a_buffer_that_does_not_depend_on_the_cut_is_that_of_one_process(world, counts, expected):
     assert [expected] * 2 == world(2).run(train_counting_samples, counts, equivalent_to="single_device")
+
+
+class Validated(Toy):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("loss", self.losses(batch).mean())
+
+
+class Data(LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return make_loader([[1.0] * 4] * 2)
+
+    val_dataloader = train_dataloader
+
+
+class Copying(Callback):
+    """Copies the module in hooks, as weight averaging does, and pickles it."""
+
+    def __init__(self) -> None:
+        for hook in ("on_train_start", "on_train_batch_start", "on_validation_batch_end", "on_validation_end"):
+            setattr(self, hook, self.copy)
+
+    def copy(self, trainer: Any, module: Any, *_: Any) -> None:
+        for copied in (deepcopy(module), pickle.loads(pickle.dumps(module))):
+            assert copied.on_before_batch_transfer("a batch", 0) == "a batch"
+
+
+def train_copying(*data: Any) -> float:
+    """Body: train, and return the weight."""
+    module = Validated()
+    trainer = make_trainer(GradAvgStrategy(**single()), max_epochs=1, callbacks=[Copying()])
+    if data:
+        trainer.fit(module, *data)
+    else:
+        trainer.fit(module, datamodule=Data())
+    return module.w.item()
+
+
+@pytest.mark.parametrize("data", [(), (make_loader([[1.0] * 4] * 2),) * 2], ids=["data module", "loaders"])
+def test_a_module_in_training_is_copied_and_pickled_as_in_stock(world, data):
+    """Lightning warns of no hook that the user does not have."""
+    assert [0.98] * 2 == approx(world(2).run(train_copying, *data))

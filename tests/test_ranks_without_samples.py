@@ -13,10 +13,11 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
 from ranks import group_of, make_trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from toys import Toy, make_loader
 
 from lightning_gradavg import GradAvgStrategy, gather
+from lightning_gradavg._lightning.loaders import last_batch_size
 from lightning_gradavg._support.running import running_forward
 
 pytestmark = [
@@ -190,7 +191,7 @@ def test_ranks_are_named_as_their_batches_end(world):
 
 
 class Changes(LightningModule):
-    """Assigns a buffer, and takes the labels out of the batch."""
+    """Assigns a buffer, takes the labels out of the batch, and changes them. Rank 0 alone looks at its data."""
 
     count: Tensor
 
@@ -201,7 +202,14 @@ class Changes(LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
         self.count = self.count + 1
-        return {"loss": self.w * batch.pop("labels"), "weight": 1}
+        labels = batch.pop("labels")
+        assert labels == 1, "the batch is as it was loaded"
+        labels -= 1
+        return {"loss": self.w * labels, "weight": 1}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_rank == 0:
+            next(iter(self.trainer.train_dataloader))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.0)
@@ -210,7 +218,7 @@ class Changes(LightningModule):
 def train_changing() -> float:
     """Body: train on 3 batches on rank 0, and on 1 on rank 1; return the buffer."""
     module = Changes()
-    batches: Any = [{"labels": torch.ones(())}] * (3 - 2 * dist.get_rank())
+    batches: Any = [{"labels": torch.ones(())} for _ in range(3 - 2 * dist.get_rank())]
     strategy = GradAvgStrategy(reduction="weighted_mean", check_replicas_every_n_steps=None)
     trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
     trainer.fit(module, DataLoader(batches, batch_size=None))
@@ -241,3 +249,21 @@ def hear(runs_out: bool) -> list[str]:
 @pytest.mark.parametrize(("runs_out", "when"), [(True, "in a step"), (False, "in the last batch of an epoch")])
 def test_who_stands_in_is_said_once(world, runs_out, when):
     assert [[f"{SAID} {when}"], []] == world(2).run(hear, runs_out)
+
+
+NINE: Any = range(9)
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        ({"batch_size": 4}, 1),
+        ({"batch_size": 3}, 3),
+        ({"batch_size": 4, "drop_last": True}, 4),
+        ({"batch_sampler": BatchSampler(SequentialSampler(NINE), 4, drop_last=True)}, None),
+        ({"batch_size": None}, None),
+    ],
+    ids=str,
+)
+def test_the_size_of_the_last_batch_where_it_is_known(options, size):
+    assert last_batch_size(DataLoader(NINE, **options)) == size

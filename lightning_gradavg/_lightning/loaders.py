@@ -70,6 +70,7 @@ class LoaderWrapper(Shows):
         else:
             setattr(self.loader, name, value)
 
+    # The attribute by which Lightning ends workers that persist: those of the copy, where that is what is read.
     _iterator = iterator_of(lambda self: self.loader if self._copy is None else self._copy)
 
     @property  # type: ignore[no-redef]  # declared above, so that setting it calls the setter
@@ -126,9 +127,14 @@ def distributed_sampler(loader: object) -> DistributedSampler[Any] | None:
 
 def last_batch_size(loader: Any) -> int | None:
     """Return the number of samples in a loader's last batch of an epoch, where all are known; None else."""
-    size = loader_batch_size(loader)
+    # Its own: a batch sampler of the user's has a sampler of its own, and may drop what is left.
+    size = getattr(loader, "batch_size", None)
     sampler = getattr(loader, "sampler", None)
-    if size is None or isinstance(getattr(loader, "dataset", None), IterableDataset) or not isinstance(sampler, Sized):
+    if (
+        not isinstance(size, int)
+        or isinstance(getattr(loader, "dataset", None), IterableDataset)
+        or not isinstance(sampler, Sized)
+    ):
         return None
     if getattr(loader, "drop_last", False):
         return size

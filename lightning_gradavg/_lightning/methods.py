@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import MethodType
 from typing import Any
 
 from lightning.pytorch import LightningModule
 
-__all__ = ["logged_as", "replaced"]
+__all__ = ["logged_as", "method_of", "replaced"]
 
 
 @contextmanager
@@ -29,6 +30,23 @@ def replaced(owner: object, name: str, method: Any) -> Iterator[None]:
             setattr(owner, name, before)
 
 
+def method_of(owner: object, name: str, method: Callable[..., Any]) -> MethodType:
+    """Return a method to put on an object, of which no copy of the object knows.
+
+    Users copy and pickle their module within hooks, as for weight averaging. A copy calls the method of the class
+    again, and holds nothing that `method` refers to.
+    """
+
+    def of_owner(called_on: object, *args: Any, **kwargs: Any) -> Any:
+        if called_on is owner:
+            return method(*args, **kwargs)
+        return getattr(type(called_on), name)(called_on, *args, **kwargs)
+
+    # A copy of a bound method is bound to the copy of its object. A pickle holds the name, by which the class answers.
+    of_owner.__name__ = name
+    return MethodType(of_owner, owner)
+
+
 _LOG = inspect.signature(LightningModule.log)
 _LOG_OF_INSTANCE = _LOG.replace(parameters=list(_LOG.parameters.values())[1:])  # without `self`
 
@@ -46,4 +64,4 @@ def logged_as(
         if changed_arguments is not None:
             log(**changed_arguments)
 
-    return replaced(module, "log", changed)
+    return replaced(module, "log", method_of(module, "log", changed))

@@ -73,7 +73,7 @@ class JoinedLoader(LoaderWrapper):
         self._same = SameData(described)
 
     def __iter__(self) -> JoinedIterator:
-        return JoinedIterator(self, self._joined(iter(self.loader)))
+        return JoinedIterator(self, iter(self.loader))
 
     def arrive(self, epoch: object, number: int) -> FetchRecord | None:
         """Return the record of a batch that arrives in training, by Lightning's number; None if there is none.
@@ -96,7 +96,7 @@ class JoinedLoader(LoaderWrapper):
             raise TypeError(f"{type(self.loader).__name__} has no length on all ranks")
         return int(self._length)
 
-    def _joined(self, batches: Iterator[object]) -> Iterator[tuple[object, FetchRecord]]:
+    def joined(self, batches: Iterator[object]) -> Iterator[tuple[object, FetchRecord]]:
         """Yield this rank's batches, and then its last one, until all ranks have had theirs.
 
         Each is a collective operation. Ranks wait for it in the first round, where one may have no batch at all and
@@ -111,7 +111,7 @@ class JoinedLoader(LoaderWrapper):
                 batch = next(batches, _END)
             has_batch = batch is not _END
             if has_batch:
-                self._last = _copied(batch)  # a step may change it, as by `batch.pop("labels")`
+                self._last = self._copied(batch)
                 # Not for a stand-in: a loader that has ended begins a new pass where it resumes, and this pass goes on.
                 state = self._state()
             # Not the stand-in: it may be another rank's batch, which would be taken for the same data.
@@ -128,8 +128,25 @@ class JoinedLoader(LoaderWrapper):
                     self._share_last_batch()
             is_first = False
             if not has_batch:
-                batch = _copied(self._last)
+                batch = self._copied(self._last)
             yield batch, FetchRecord(has_batch, counts, state)
+
+    def _copied(self, batch: object) -> object:
+        """Return a copy of a batch, which a step may change: by `batch.pop("labels")`, or `labels -= 1` in place.
+
+        An accelerator's batch is a copy of what is loaded already, so tensors are shared there.
+        """
+        copies_tensors = self._device.type == "cpu"
+
+        def copied(leaf: object) -> object:
+            if isinstance(leaf, Tensor):
+                return leaf.clone() if copies_tensors else leaf
+            try:
+                return copy.copy(leaf)  # a class of the user's, whose attributes a step may remove
+            except TypeError:  # as of a generator
+                return leaf
+
+        return mapped(batch, copied)
 
     def _share_last_batch(self) -> None:
         """Give ranks that never had a batch that of the first rank that has one. A collective operation."""
@@ -143,20 +160,6 @@ class JoinedLoader(LoaderWrapper):
             if shared is not None:
                 (self._last,) = shared
                 return
-
-
-def _copied(batch: object) -> object:
-    """Return a copy of a batch that shares its tensors."""
-
-    def copied(leaf: object) -> object:
-        if isinstance(leaf, Tensor):
-            return leaf
-        try:
-            return copy.copy(leaf)  # a class of the user's, whose attributes a step may remove
-        except TypeError:  # as of a generator
-            return leaf
-
-    return mapped(batch, copied)
 
 
 class StatefulJoinedLoader(JoinedLoader):
@@ -196,18 +199,20 @@ class StatefulJoinedLoader(JoinedLoader):
 
 
 class JoinedIterator(Iterator[object]):
-    """One pass over a joined loader."""
+    """One pass over a joined loader; over this rank's own batches alone where a user looks at the data."""
 
-    def __init__(self, loader: JoinedLoader, items: Iterator[tuple[object, FetchRecord]]) -> None:
+    def __init__(self, loader: JoinedLoader, batches: Iterator[object]) -> None:
         self.loader = loader
-        self._items = items
+        self._batches = batches
+        self._items = loader.joined(batches)
 
     def __next__(self) -> object:
-        batch, record = next(self._items)
         epoch = self.loader.loop.epoch_of(self)
-        if epoch is not None:  # else a user looks at the data
-            records = self.loader.records
-            records.add(epoch, records.next_number(epoch), record)
+        if epoch is None:
+            return next(self._batches)  # nothing is exchanged, so one rank may look alone
+        batch, record = next(self._items)
+        records = self.loader.records
+        records.add(epoch, records.next_number(epoch), record)
         return batch
 
 

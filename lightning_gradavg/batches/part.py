@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from lightning_gradavg._lightning.internals import injects_samplers, set_injection_of_samplers
 from lightning_gradavg._lightning.loaders import LoaderWrapper, last_batch_size, user_loader
-from lightning_gradavg._lightning.methods import replaced
+from lightning_gradavg._lightning.methods import method_of, replaced
 from lightning_gradavg._lightning.options import Options
 from lightning_gradavg._lightning.part import Part, Run, Saved
 from lightning_gradavg._lightning.stand_in import buffers_kept, stand_in
@@ -264,13 +264,15 @@ class SplitBatches(Batches):
         # Hooks that are not the user's draw nothing, and the states of generators need not be read around them.
         self._hooks_before_transfer = _has_hooks(run, "on_before_batch_transfer")
         self._hooks_of_transfer = _has_hooks(run, "transfer_batch_to_device", "on_after_batch_transfer")
-        # Lightning calls the hook of the data module if it has one, and else that of the module.
+        # Lightning calls the hook of the data module if it has one, and else that of the module. It warns of a module
+        # with a hook beside a data module, so the data module's stands for both where neither is the user's.
+        name = "on_before_batch_transfer"
         owner: Any = run.module
         datamodule = getattr(run.trainer, "datamodule", None)
-        if datamodule is not None and is_overridden("on_before_batch_transfer", datamodule):
+        if datamodule is not None and (is_overridden(name, datamodule) or not is_overridden(name, run.module)):
             owner = datamodule
         self._user_hook = owner.on_before_batch_transfer
-        self._replaced.enter_context(replaced(owner, "on_before_batch_transfer", self._before_transfer))
+        self._replaced.enter_context(replaced(owner, name, method_of(owner, name, self._before_transfer)))
 
     def prepare_loaders(self, stage: str) -> None:
         """Turn off sampler injection while Lightning prepares the training loaders, and on again for others.
@@ -431,7 +433,8 @@ class SplitBatches(Batches):
         Args:
             what: What is done with it.
             piece: The piece.
-            step: The number of its batch in the run.
+            step: The number of its batch in the run. Lightning counts a batch once it has reached training: the number
+                is `total_ready` while it is moved, and `total_ready - 1` in its step.
         """
         if not self._split.cuts:
             return None

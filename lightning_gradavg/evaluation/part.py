@@ -40,7 +40,7 @@ from lightning_gradavg._lightning.internals import (
     set_injection_of_samplers,
 )
 from lightning_gradavg._lightning.loaders import distributed_sampler, is_sharded, length_of, user_loader
-from lightning_gradavg._lightning.methods import replaced
+from lightning_gradavg._lightning.methods import method_of, replaced
 from lightning_gradavg._lightning.part import Part, Run, Saved
 from lightning_gradavg._support.flat import broadcast_from_first
 from lightning_gradavg._support.random_state import RandomState, random_state, stream_key
@@ -322,8 +322,9 @@ class ExactEvaluation(Evaluation):
             running.state = _PassState.STEPS
             self._changed_in_steps.enter_context(gather_refused(_REFUSED))
             self._changed_in_steps.enter_context(running_refused())
-            log = self._log_of_step(self.run.module.log)
-            self._changed_in_steps.enter_context(replaced(self.run.module, "log", log))
+            module = self.run.module
+            log = self._log_of_step(module.log)
+            self._changed_in_steps.enter_context(replaced(module, "log", method_of(module, "log", log)))
 
     def _be_together(self, running: _Pass) -> None:
         """End the steps of this rank, for now."""

@@ -32,6 +32,7 @@ from lightning_gradavg._lightning.internals import BatchNorm
 from lightning_gradavg._lightning.methods import replaced
 from lightning_gradavg._support.collectives import World
 from lightning_gradavg._support.running import running_forward
+from lightning_gradavg.reduction.gather import require_gather_allowed
 from lightning_gradavg.reduction.uncounted import note_exchange
 
 __all__ = ["synchronized_batch_norm"]
@@ -52,6 +53,7 @@ def _batch_norm(
     forward = running_forward()
     if not training or not forward.normalizes_over_ranks:
         return _stock_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    require_gather_allowed()
     assert forward.world is not None
     layer = _Layer(forward.world, not forward.stands_in, running_mean, running_var, momentum, eps)
     normalize: Any = _Normalize.apply
@@ -114,7 +116,11 @@ class _Layer(NamedTuple):
 
 
 class _Normalize(torch.autograd.Function):
-    """The formulas at the top of this file. Its second output is a number, as that of `reduction.gather._Gather`."""
+    """The formulas at the top of this file.
+
+    Its second output is 0. A loss that is missing reaches this backward through it, and so takes part in the exchange,
+    without a gradient of the size of the first output (`note_exchange`).
+    """
 
     @staticmethod
     def forward(

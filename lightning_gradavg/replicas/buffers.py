@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_gradavg._lightning.internals import BatchNorm, buffers_of, version_of
+from lightning_gradavg._lightning.internals import buffers_of, version_of
 from lightning_gradavg._support.collectives import World
 from lightning_gradavg._support.flat import broadcast_from_first
 
@@ -48,6 +48,8 @@ class SharedBuffers:
         self._values_before: list[Tensor] = []
         self._values_of_first_piece: list[Tensor] | None = None  # None if the first piece is the only one
         self._versions: list[int] = []  # of the parameters before the step
+        self._buffer_versions: list[int] = []  # of the buffers before the step, until counting is known
+        self._pieces = 0  # that have begun
         self._is_counting_known = False  # whether a step has shown that no buffer counts samples
 
     def begin_step(self) -> None:
@@ -56,9 +58,14 @@ class SharedBuffers:
         self._values_before = [buffer.clone() for buffer in self._buffers]
         self._values_of_first_piece = None
         self._versions = [version_of(parameter) for parameter in self._parameters.values()]
+        self._buffer_versions = []
+        if not self._is_counting_known:
+            self._buffer_versions = [version_of(buffer) for buffer in self._buffers]
+        self._pieces = 0
 
     def begin_piece(self, index: int) -> None:
         """Have the piece of this number start from the values of the step's beginning."""
+        self._pieces = index + 1
         if index == 1:
             # Not after the forward of the first piece: its backward comes later, and activation checkpointing runs
             # parts of the forward again in it, which move running statistics a second time, as on one process.
@@ -94,7 +101,7 @@ class SharedBuffers:
         """Raise a RuntimeError if the first step adds the samples of one piece to a buffer, and not those of a batch.
 
         All ranks write the same where their pieces are of one size, so no comparison of ranks sees it. The host reads
-        the buffers, in one step of the run.
+        the buffers of one number, in one step of the run.
 
         Args:
             samples: Number of samples of the first piece.
@@ -107,15 +114,12 @@ class SharedBuffers:
         values = self._values_of_first_piece
         if values is None:
             values = self._buffers
-        # Batch norm counts forwards, of which a step may have as many as samples.
-        names: dict[int, str] = {}
-        for name, submodule in self._module.named_modules():
-            if not isinstance(submodule, BatchNorm):
-                names.update((id(buffer), f"{name}.{own}") for own, buffer in submodule.named_buffers(recurse=False))
-        for buffer, before, value in zip(self._buffers, self._values_before, values, strict=True):
-            is_number = id(buffer) in names and value.numel() > 0 and value.dtype != torch.bool
-            if is_number and bool((value - before == samples).all()):
-                name = names[id(buffer)].removeprefix(".")
+        states = zip(self._buffers, self._buffer_versions, self._values_before, values, strict=True)
+        for buffer, version, before, value in states:
+            # What counts forwards, as batch norm does, is written several times where it adds more than 1.
+            is_written_once = version_of(buffer) == version + self._pieces
+            if is_written_once and value.numel() == 1 and value.item() - before.item() == samples:
+                (name,) = [name for name, known in self._module.named_buffers() if known is buffer]
                 raise RuntimeError(
                     f"training_step adds {samples:g} to the buffer {name!r}, the samples of one piece of a batch,"
                     f" where one process adds {whole:g}. Add len(lightning_gradavg.gather(batch)); or keep the count"

@@ -39,9 +39,9 @@ from lightning_gradavg.replicas.obstacles import remarks, require_none
 __all__ = ["OneForward", "Replicas", "Step"]
 
 _REFUSED_IN_PIECES = (
-    "training_step exchanges values with the other ranks (gather, global_mean, all_gather or a metric), but with"
-    " num_replicas above the number of ranks, or max_device_batch_size, they run it different numbers of times, one"
-    " piece after another. Use as many processes as replicas, and no max_device_batch_size"
+    "training_step exchanges values with the other ranks (gather, global_mean, all_gather, a metric or batch norm of"
+    " one device), but with num_replicas above the number of ranks, or max_device_batch_size, they run it different"
+    " numbers of times, one piece after another. Use as many processes as replicas, and no max_device_batch_size"
 )
 
 
@@ -217,7 +217,7 @@ class Replicas(OneForward):
             samples,
             batches.without_samples,
             step.reduction.exchanging,
-            normalizes_over_ranks=self._options.one_device and self.run.world.size > 1,
+            normalizes_over_ranks=self._normalizes_over_ranks,
             refusal=_REFUSED_IN_PIECES if self._in_pieces else "",
         )
         with reducing, counting, running(forward):
@@ -231,9 +231,14 @@ class Replicas(OneForward):
                     step.backward()
         return output
 
+    @property
+    def _normalizes_over_ranks(self) -> bool:
+        """Whether batch norm is that of one device. In pieces it is refused, as it cannot see the whole batch."""
+        return self._options.one_device and (self.run.world.size > 1 or self._in_pieces)
+
     def exchanging(self) -> AbstractContextManager[None]:
         """Return the context in which batch norm of one device normalizes over all ranks."""
-        if self._options.one_device and self.run.world.size > 1:
+        if self._normalizes_over_ranks:
             return synchronized_batch_norm()
         return nullcontext()
 
