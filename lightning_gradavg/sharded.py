@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
@@ -53,7 +54,7 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
     def __init__(self, *, reduction: str = "mean", **options: Any) -> None:
         rule = sharded_rule(reduction, options, ModelParallelStrategy)
         super().__init__(**options)
-        self._reduction = Reduction(rule, CommHook())
+        self._reduction = Reduction(rule, CommHook(), timeout=options.get("timeout", default_pg_timeout))
         self._batches = Batches()
         self._faults = Faults(None, buffers=False)  # the ranks hold different shards, and there is nothing to compare
         self._parts = (self._reduction, self._batches, self._faults)

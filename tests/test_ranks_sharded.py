@@ -6,6 +6,7 @@ Rules, windows and faults on two ranks of FSDP2 are rows of `cases.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
@@ -137,7 +138,7 @@ class Sharded(MLP):
         self.double()
         self.shard = shard
         self.kind = kind
-        self.automatic_optimization = kind not in ("manual", "plain backward")
+        self.automatic_optimization = kind not in ("manual", "plain backward", "interrupted")
 
     def configure_model(self) -> None:
         self.stale = [nn.Parameter(parameter.detach().clone()) for parameter in self.parameters()]
@@ -153,6 +154,12 @@ class Sharded(MLP):
         if self.kind == "unfrozen":
             self.second.requires_grad_(True)
         x, y = batch
+        if self.kind == "interrupted":
+            interrupting = self.body[1].register_forward_hook(lambda module, inputs, output: Raising.apply(output))
+            with pytest.raises(ValueError, match="out of memory"):
+                self.manual_backward(cross_entropy(self.body(x), y), weight=1)
+            interrupting.remove()
+            return self.manual_backward(cross_entropy(self.body(x), y), weight=1)
         loss = cross_entropy(self.body(x), y, reduction="sum" if self.kind == "sum" else "mean")
         if self.kind == "plain backward":
             return loss.backward()
@@ -223,6 +230,11 @@ def test_mean_has_the_bits_of_stock_in_full_windows(world):
     assert all(torch.equal(*pair) for pair in zip(ours.gradients, stock.gradients, strict=True))
 
 
+def test_the_group_of_exchanges_has_the_timeout_of_the_run():
+    strategy: Any = GradAvgModelParallelStrategy(timeout=timedelta(hours=2))
+    assert timedelta(hours=2) == strategy._reduction._timeout
+
+
 def start_line(batches: int) -> str:
     """Body: train in windows of 2 batches; return the start line."""
     layout = Layout(fsdp, (3, 1))
@@ -266,6 +278,7 @@ def test_a_checkpoint_of_four_ranks_resumes_on_two(world, tmp_path):
         (frozen_root, "unfrozen", "'second.weight' trains outside of fully_shard: nothing averages"),
         (divided, "weighted_mean", "over 2 ranks and divides them by 1; both must be"),
         (fsdp, "stale", "the optimizers' parameter groups show no gradients"),
+        (fsdp, "interrupted", "an exception came out of a backward before, and the loop went on: FSDP2"),
         (fsdp, "plain backward", "reached the model by a backward that bypassed reduction='weighted_mean'"),
         (fsdp_tp, "peers", "tensor-parallel group weigh one batch differently: weights [0.0] on rank 0"),
         (fsdp_tp, "no number", "on rank 1: a weight is one number, got 'three'"),

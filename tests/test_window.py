@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,7 @@ from lightning_gradavg.reduction.gradients import KeepsApart, scale_gradients
 from lightning_gradavg.reduction.loss import MicroBatch, weighed
 from lightning_gradavg.reduction.rows import NOTHING_TO_COMPARE, Row, exact_sum
 from lightning_gradavg.reduction.window import Ranks, WeightUnit, Window, WindowState
+from lightning_gradavg.reproducible.engine import ReplicaGradients
 from lightning_gradavg.rules import RULES, Rule, Share
 
 ALONE = Ranks(World(), (Place(),), torch.device("cpu"))
@@ -167,6 +169,24 @@ def test_an_exception_leaves_the_gradients_from_before():
     assert loop.window.is_empty
     loop.backward(4.0, 7, last=True)
     assert (104.0, 4.0) == loop.gradients
+
+
+def of_a_tree(parameters: list[nn.Parameter]) -> ReplicaGradients:
+    run: Any = SimpleNamespace(world=World(), ddp=SimpleNamespace(module=nn.ParameterList(parameters)))
+    return ReplicaGradients(run, replicas=1)
+
+
+@pytest.mark.parametrize("gradients_of", [OfOneRank, of_a_tree])
+def test_an_exception_within_a_backward_leaves_nothing_of_it(gradients_of):
+    """Also where there was no gradient before: the next window would add it up as one from before."""
+    parameter = nn.Parameter(torch.ones(()))
+    unit = WeightUnit(RULES["weighted_mean"], ALONE, is_fixed=True)
+    window = Window(RULES["weighted_mean"], ALONE, gradients_of([parameter]), unit)
+    window.add(MicroBatch(1), ends=True)
+    window.begin_backward()
+    (100 * parameter).backward()
+    window.abandon()
+    assert parameter.grad is None
 
 
 @pytest.mark.parametrize(("first", "second"), [(True, False), (False, True)])

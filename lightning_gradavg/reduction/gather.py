@@ -185,11 +185,15 @@ class _Gather(torch.autograd.Function):
             if not requires_grad:
                 without_gradient.append(tensor)
         ctx.mark_non_differentiable(*without_gradient)
+        # Its value is not needed. But where a backward reads something, `torch.utils.checkpoint` computes the forward
+        # again, with this exchange: so all ranks do, also one without a loss, whose backward reads nothing else there.
+        ctx.save_for_backward(anchor)
         return torch.zeros_like(anchor), *gathered
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.saved_tensors  # noqa: B018  # a checkpoint computes the forward again here, before this exchange
         exchange: _Exchange = ctx.exchange
         world = exchange.world
         of_local_rows: list[Tensor | None] = []

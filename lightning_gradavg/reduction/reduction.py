@@ -186,7 +186,7 @@ class Reduction(Part):
 
         Not that of DDP's buckets: a rank whose loss is missing has its zeros for all parameters at once, and other
         ranks run the backward of a `gather` before they have the gradients of a layer beside it. In one group, each
-        would wait for another operation (`test_ranks_uncounted.py`: a layer beside gather).
+        would wait for another operation (`test_ranks_crossing.py`: a layer beside gather).
         """
         of_all = dist.group.WORLD
         if self.run.world.size == 1 or of_all is None or self._of_all is of_all:

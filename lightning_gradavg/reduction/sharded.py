@@ -121,7 +121,8 @@ class ShardedGradients(KeepsApart):
         if scale_gradients(parameters, factor * self.data_parallel_size) == 0:
             raise RuntimeError(
                 "the optimizers' parameter groups show no gradients to scale. Make the optimizer after fully_shard, and"
-                " do not step or free gradients within the backward."
+                " do not step or free gradients within the backward. Or an exception came out of a backward before, and"
+                " the loop went on: FSDP2 reduces no more then."
             )
 
     def reduce_unfrozen(self, factor: float) -> None:  # noqa: ARG002  # FSDP2 averages

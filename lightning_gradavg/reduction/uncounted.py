@@ -36,7 +36,8 @@ def pass_no_nan(root: Node) -> None:
 
     At every function, and not only where a gradient reaches a parameter or leaves the rank: the NaN of this rank's loss
     would meet there, and destroy, what other ranks send back through `gather` or batch norm
-    (`test_ranks_uncounted.py`: rows that the loss reads on both ways). Infinity passes: it may be another rank's.
+    (`test_ranks_crossing.py`: UNCOUNTED, whose losses read a row on both ways). Infinity passes: it may be another
+    rank's.
     """
     hooks: list[RemovableHandle] = []
     with torch.profiler.record_function("GradAvg: pass no NaN"):

@@ -56,6 +56,7 @@ class ReplicaGradients:
         self._is_new = True  # whether the next backward is the first of a window
         self._position = 0  # of the next replica in the running step
         self._of_replicas: dict[int, Gradients] = {}  # of those that are not complete
+        self._holds_window = False  # whether the parameters hold gradients of the window
         self._earlier: Gradients = {}  # from before the window, while they are not in the parameters
 
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -69,6 +70,7 @@ class ReplicaGradients:
     def begin_backward(self, parameters: Sequence[nn.Parameter], backward: Backward) -> None:  # noqa: ARG002  # all
         """Have the parameters hold the gradients of the rank's next replica."""
         self._earlier = self._take_gradients()
+        self._holds_window = True
         if self._is_new:
             # They may be those of the last window, in memory that this window writes to.
             self._earlier = {key: gradient.clone() for key, gradient in self._earlier.items()}
@@ -86,6 +88,7 @@ class ReplicaGradients:
         """Keep the gradients of the replica apart, and give back those from before the window."""
         computed = self._take_gradients()
         self._set_gradients(self._earlier)
+        self._holds_window = False
         self._earlier = {}
         replica = self._replica
         # Not those of a stand-in, which are 0: they are no replica's, and another number of ranks has none.
@@ -125,6 +128,7 @@ class ReplicaGradients:
         with torch.profiler.record_function("GradAvg: sum of replicas"):
             sums = self._tree.gradients(factor)
         self._earlier = self._take_gradients()
+        self._holds_window = True
         self._set_gradients(sums)
 
     def reduce_unfrozen(self, factor: float) -> None:
@@ -143,8 +147,9 @@ class ReplicaGradients:
         self._clear()
 
     def abandon(self, *, are_zeroed: bool = False) -> None:
-        """Discard the window; restore the gradients from before it if a backward has been running."""
-        if self._earlier and not are_zeroed:
+        """Discard the window, and restore the gradients from before it, unless the user has zeroed both."""
+        if self._holds_window and not are_zeroed:
+            # Also where there was none: what a backward has accumulated is of this rank alone.
             self._take_gradients()
             self._set_gradients(self._earlier)
         self._tree = None  # it may hold replicas of this window
