@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from torch import Tensor
+
 from lightning_gradavg.verify.comparison import (
     Rounding,
     Seen,
@@ -20,7 +22,7 @@ from lightning_gradavg.verify.precisions import is_measured
 from lightning_gradavg.verify.reading import compare_readings
 from lightning_gradavg.verify.records import Record, Refused, join_shards
 from lightning_gradavg.verify.report import STAGES, Baseline, Finding, Report
-from lightning_gradavg.verify.sketches import compare_tensors
+from lightning_gradavg.verify.sketches import compare_tensors, gaps_of
 from lightning_gradavg.verify.target import Build
 from lightning_gradavg.verify.twin import Twin
 
@@ -255,7 +257,7 @@ class _Judge:
             found = {}
             expected = {}
             for name, value in first.items():
-                if name in step.logged and all(logged.get(name) == value for logged in others):
+                if name in step.logged and all(_is_alike(logged.get(name), value) for logged in others):
                     found[name] = value
                     expected[name] = step.logged[name]
             differences = compare_tensors(found, expected, 10 * self._tolerance)
@@ -263,6 +265,11 @@ class _Judge:
                 detail = f"`{differences[0].name}` was logged by all ranks; the training is the same"
                 return [Finding("logged value", "logged values", detail, position, differences[0])]
         return []
+
+
+def _is_alike(value: Tensor | None, expected: Tensor) -> bool:
+    # A NaN is alike on all ranks, too, as where `sync_dist` averages that of one rank.
+    return value is not None and not gaps_of(value, expected).any()
 
 
 def _place_in_run(finding: Finding) -> tuple[int, bool]:
