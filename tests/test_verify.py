@@ -425,6 +425,15 @@ def test_a_module_that_trains_on_import_is_refused_at_once(call, tmp_path):
         imported(f"{tmp_path / 'unguarded.py'}:Net")
 
 
+class WithoutTextError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def test_a_failure_without_a_text_is_reported():
+    assert "rank 1 of 2 failed: WithoutTextError: <no text" in str(reported_error(WithoutTextError(), "rank 1 of 2"))
+
+
 FAILS_IN = {
     "torch": lambda: nn.Linear(2, 1)(torch.ones(3)),
     "lightning": lambda: LightningModule().trainer,

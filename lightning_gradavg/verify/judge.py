@@ -29,7 +29,7 @@ from lightning_gradavg.verify.twin import Twin
 __all__ = ["judge"]
 
 _BESIDE_DRAWS = ("initial weights", "samples", "optimizer options")
-"""Stages that do not depend on what is drawn."""
+"""Stages that do not depend on what is drawn: alone compared if ranks draw other random numbers than one process."""
 
 _WITH_NUMBERS = ("reduced gradient", "clipped gradient", "weights")
 """Stages that every run has."""
@@ -251,7 +251,10 @@ class _Judge:
         return Finding(cause, seen.stage, detail, seen.step)
 
     def _logged_differences(self, alone: Record, compared_steps: int) -> list[Finding]:
-        """Return the first value that all ranks logged alike, as with `sync_dist`, and that differs."""
+        """Return the first value that all ranks logged alike, as with `sync_dist`, and that differs.
+
+        A value that ranks log differently is that of each, which one process does not have.
+        """
         for position, step in enumerate(alone.steps[:compared_steps]):
             first, *others = [record.steps[position].logged for record in self._records]
             found = {}
