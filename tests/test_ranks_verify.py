@@ -63,6 +63,7 @@ from verified_runs import (
     count_after_batches_on_rank_1,
     count_batches_on_rank_1,
     count_in_step,
+    count_none,
     count_one,
     count_samples_in_buffer,
     count_samples_of_all_in_buffer,
@@ -79,12 +80,14 @@ from verified_runs import (
     load_case_7,
     load_case_42,
     load_cut_by_hand,
+    load_equal_samples,
     load_other_samples_by_ranks,
     load_samples_with_function,
     load_sharded_by_hand,
     load_texts,
     load_two,
     log_mean,
+    log_nan_of_rank_1,
     log_rising_on_rank_0,
     log_sum_over_ranks,
     loss_and_temperature,
@@ -160,6 +163,7 @@ from verified_runs import (
     spread_of_all,
     spread_of_batch,
     square_of_batch,
+    step_on_sum,
     step_once_per_rank,
     stock,
     stock_sharded,
@@ -273,6 +277,13 @@ EQUAL = {
     "case 41": Run(make_dropout),
     "a sum loss, `sum`": Run(step=sum_loss, loader=UNEVEN_LATER, strategy=SUM, steps=1),
     "a sum loss, `normalized_sum`": Run(step=sum_loss, loader=UNEVEN, strategy=ours(reduction="normalized_sum")),
+    "batches without terms, `normalized_sum`": Run(
+        step=make_weighted_step(sum_loss, count_none), strategy=ours(reduction="normalized_sum")
+    ),
+    "manual optimization, `normalized_sum`": Run(
+        step=step_on_sum, loader=UNEVEN, strategy=ours(reduction="normalized_sum"), is_manual=True
+    ),
+    "samples that are all equal": make_sampled_run(loader=load_equal_samples),
     "global means": Run(step=global_means, loader=UNEVEN),
     "global means of equal weight": Run(
         step=make_weighted_step(global_means, count_one), loader=UNEVEN, strategy=WEIGHTED_MEAN
@@ -641,6 +652,7 @@ DIFFERENT = {
     "buffers of one rank: that a collective adds up": Run(
         make_layers_with_buffer, hooks={"on_train_batch_start": add_up_count_of_batches}
     ),
+    "logged value: NaN of one rank": make_sampled_run(step=log_nan_of_rank_1),
     "logged value: summed over the ranks": make_sampled_run(
         step=log_sum_over_ranks, factor=2.0, says=["in the logged values", "the training is the same"]
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import io
 import json
 import math
 import pickle
@@ -19,6 +20,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder, LearningRateMonitor
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from test_ranks_verify import RUNS
 from torch import nn
@@ -31,6 +33,7 @@ from lightning_gradavg.verify.causes import CAUSES, explanation
 from lightning_gradavg.verify.draws import Draws
 from lightning_gradavg.verify.judge import judge
 from lightning_gradavg.verify.lines import _LIBRARIES
+from lightning_gradavg.verify.precisions import plugin_of
 from lightning_gradavg.verify.processes import reported_error
 from lightning_gradavg.verify.records import Record, RecordedStep, RunFacts, StageTensors, join_shards
 from lightning_gradavg.verify.report import Baseline, Finding, Report
@@ -333,6 +336,14 @@ def test_the_first_line_says_which_strategy_is_assumed(monkeypatch, capsys, tmp_
     assert printed["told"].startswith("DIFFERENT from one process")
 
 
+def test_a_report_that_cannot_be_printed_is_no_verdict(monkeypatch, capsys):
+    command = importlib.import_module("lightning_gradavg.cli.verify")
+    monkeypatch.setattr(command, "verify_target", lambda *_: report(remarks=["drawn in größe.py"]))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    assert 2 == main(["verify", "torch.nn:Linear"])
+    assert "error: 'ascii' codec can't encode" in capsys.readouterr().err
+
+
 def init(**given):
     return read_names("toys:Toy", None, given)
 
@@ -370,6 +381,21 @@ def test_options_of_the_trainer_are_kept_but_for_the_noise():
     assert (0.5, [schedule], "cpu") == tuple(kept[name] for name in ("gradient_clip_val", "callbacks", "accelerator"))
 
 
+def test_every_run_has_callbacks_of_its_own():
+    """One process trains several times, and what a callback counted in the run before must not be there."""
+    target = Target(lambda: user_run_of(MLP, [torch.ones(1)]), {"callbacks": [GradientAccumulationScheduler({0: 2})]})
+    first, second = (target.build().options["callbacks"] for _ in range(2))
+    assert first != second
+
+
+def test_a_plugin_for_another_device_computes_in_16_bits_here():
+    scaler = torch.amp.GradScaler("cuda", enabled=False)  # as without that device
+    plugin = plugin_of([MixedPrecision("16-mixed", "cuda", scaler)], "16-mixed")
+    with plugin.forward_context():
+        assert torch.float16 == nn.Linear(1, 1)(torch.ones(1)).dtype
+    assert plugin.scaler.is_enabled()
+
+
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -397,6 +423,15 @@ def test_a_module_that_trains_on_import_is_refused_at_once(call, tmp_path):
     sys.modules.pop("unguarded", None)
     with pytest.raises(ValueError, match=r"unguarded.py:Net' .* it (trains|verifies) when it is imported.*__main__"):
         imported(f"{tmp_path / 'unguarded.py'}:Net")
+
+
+class WithoutTextError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def test_a_failure_without_a_text_is_reported():
+    assert "rank 1 of 2 failed: WithoutTextError: <no text" in str(reported_error(WithoutTextError(), "rank 1 of 2"))
 
 
 FAILS_IN = {

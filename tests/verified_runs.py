@@ -293,6 +293,10 @@ def count_tokens(batch: Tensor) -> Tensor:
     return batch != 0
 
 
+def count_none(batch: Any) -> Tensor:
+    return torch.zeros(())
+
+
 def count_one(batch: Any) -> Tensor:
     return torch.ones(())
 
@@ -391,6 +395,14 @@ def make_manual_step(step: Step = mean_loss, *, every: int = 1, outside: bool = 
             optimizer.step()
 
     return manual
+
+
+def step_on_sum(module: Any, batch: Any) -> None:
+    """Take a step on a sum over samples that count twice, in manual optimization."""
+    optimizer = module.optimizers()
+    optimizer.zero_grad()
+    module.manual_backward(sum_loss(module, batch), weight=2 * len(batch[0]))
+    optimizer.step()
 
 
 def step_once_per_rank(module: Any, batch: Any) -> None:
@@ -517,6 +529,13 @@ def log_mean(module: Any, batch: Any) -> Tensor:
     loss = mean_loss(module, batch)
     module.log("loss", loss, sync_dist=True)
     return loss
+
+
+def log_nan_of_rank_1(module: Any, batch: Any) -> Tensor:
+    """Log, beside the loss, a mean of nothing on rank 1: NaN on all ranks."""
+    values = torch.ones(1 - rank())
+    module.log("seen", values.mean(), sync_dist=True)
+    return log_mean(module, batch)
 
 
 def contrast_with_all(module: Any, batch: Any) -> Tensor:
@@ -794,6 +813,11 @@ def make_plain_loader(
     number: int = 32, size: int = 4, make_sampler: Callable[[], Any] = lambda: None, **options: Any
 ) -> MakeLoader:
     return lambda: DataLoader(TensorDataset(*make_samples(number)), size, sampler=make_sampler(), **options)
+
+
+def load_equal_samples() -> DataLoader[Any]:
+    x, y = make_samples(1)
+    return DataLoader(TensorDataset(x.repeat(32, 1), y.repeat(32)), 4)
 
 
 def load_backwards() -> DataLoader[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from lightning_gradavg.cli import OneLineParser
 from lightning_gradavg.cli.lightning import read_config, read_names
 from lightning_gradavg.verify.causes import CAUSES, explanation
-from lightning_gradavg.verify.report import EXIT_CODES
+from lightning_gradavg.verify.report import EXIT_CODES, Report
 from lightning_gradavg.verify.run import Settings, verify_target
 from lightning_gradavg.verify.target import Target, UserRun, resolve_strategy
 
@@ -149,18 +149,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = Settings(args.devices, args.steps, args.tolerance, args.precision)
         report = verify_target(_target(args, further), settings)
+        _print(report, args)
     except Exception as error:  # noqa: BLE001  # no failure may look like a verdict
         print(f"gradavg verify: error: {error}", file=sys.stderr)
         return 2
-    first_line = ""
+    return EXIT_CODES[report.verdict]
+
+
+def _print(report: Report, args: argparse.Namespace) -> None:
+    if args.json:
+        print(json.dumps(report.as_dict(), indent=2))
+        return
     if _strategy_is_assumed(args):
         first_line = "This verifies the strategy ddp: --strategy is not given, and verify does not read your Trainer."
         if names_a_gradavg_strategy(args.model or args.module):
             first_line += " The script names a GradAvgStrategy: verify it with --strategy."
-    if args.json:
-        print(json.dumps(report.as_dict(), indent=2))
-        return EXIT_CODES[report.verdict]
-    if first_line:
         print(first_line)
     print(report)
-    return EXIT_CODES[report.verdict]

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from torch import Tensor
+
 from lightning_gradavg.verify.comparison import (
     Rounding,
     Seen,
@@ -20,14 +22,14 @@ from lightning_gradavg.verify.precisions import is_measured
 from lightning_gradavg.verify.reading import compare_readings
 from lightning_gradavg.verify.records import Record, Refused, join_shards
 from lightning_gradavg.verify.report import STAGES, Baseline, Finding, Report
-from lightning_gradavg.verify.sketches import compare_tensors
+from lightning_gradavg.verify.sketches import compare_tensors, gaps_of
 from lightning_gradavg.verify.target import Build
 from lightning_gradavg.verify.twin import Twin
 
 __all__ = ["judge"]
 
 _BESIDE_DRAWS = ("initial weights", "samples", "optimizer options")
-"""Stages that do not depend on what is drawn."""
+"""Stages that do not depend on what is drawn: alone compared if ranks draw other random numbers than one process."""
 
 _WITH_NUMBERS = ("reduced gradient", "clipped gradient", "weights")
 """Stages that every run has."""
@@ -249,13 +251,16 @@ class _Judge:
         return Finding(cause, seen.stage, detail, seen.step)
 
     def _logged_differences(self, alone: Record, compared_steps: int) -> list[Finding]:
-        """Return the first value that all ranks logged alike, as with `sync_dist`, and that differs."""
+        """Return the first value that all ranks logged alike, as with `sync_dist`, and that differs.
+
+        A value that ranks log differently is that of each, which one process does not have.
+        """
         for position, step in enumerate(alone.steps[:compared_steps]):
             first, *others = [record.steps[position].logged for record in self._records]
             found = {}
             expected = {}
             for name, value in first.items():
-                if name in step.logged and all(logged.get(name) == value for logged in others):
+                if name in step.logged and all(_is_alike(logged.get(name), value) for logged in others):
                     found[name] = value
                     expected[name] = step.logged[name]
             differences = compare_tensors(found, expected, 10 * self._tolerance)
@@ -263,6 +268,11 @@ class _Judge:
                 detail = f"`{differences[0].name}` was logged by all ranks; the training is the same"
                 return [Finding("logged value", "logged values", detail, position, differences[0])]
         return []
+
+
+def _is_alike(value: Tensor | None, expected: Tensor) -> bool:
+    # A NaN is alike on all ranks, too, as where `sync_dist` averages that of one rank.
+    return value is not None and not gaps_of(value, expected).any()
 
 
 def _place_in_run(finding: Finding) -> tuple[int, bool]:

@@ -45,6 +45,8 @@ def plugin_of(plugins: Sequence[object], name: str) -> Precision:
         return Precision()
     for plugin in plugins:
         if isinstance(plugin, Precision) and plugin.precision == name:
+            if isinstance(plugin, MixedPrecision):
+                _move_to_cpu(plugin)
             return plugin
     if name == "bf16-true":
         return HalfPrecision("bf16-true")
@@ -52,3 +54,15 @@ def plugin_of(plugins: Sequence[object], name: str) -> Precision:
         return MixedPrecision("bf16-mixed", "cpu")
     # Made here, because Lightning replaces "16-mixed" on a CPU by "bf16-mixed".
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=_LOSS_SCALE))
+
+
+def _move_to_cpu(plugin: MixedPrecision) -> None:
+    """Have a plugin for another device, such as that of a user's config, compute in 16 bits on the CPU.
+
+    Without that device, its `autocast` and its scaler would do nothing, and the run would be one of 32 bits.
+    """
+    if plugin.device == "cpu":
+        return
+    plugin.device = "cpu"
+    if plugin.scaler is not None:
+        plugin.scaler = torch.amp.GradScaler("cpu", init_scale=_LOSS_SCALE)

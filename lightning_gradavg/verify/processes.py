@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_gradavg._support.text import message_of
 from lightning_gradavg.verify.lines import is_library
 
 __all__ = ["folder_of_run", "in_processes", "reported_error"]
@@ -155,13 +156,14 @@ def _make_call(folder: str, rank: int, environ: Mapping[str, str]) -> None:
 
 def reported_error(error: BaseException, who: str) -> Exception:
     """Return a question of usage as a `ValueError`, and a failure with the last line of the user's own code."""
-    failure = f"{who} failed: {type(error).__name__}: {error}"
-    if isinstance(error, RuntimeError) and re.search("(?i)double|float64|dtype", str(error)):
+    message = message_of(error)
+    failure = f"{who} failed: {type(error).__name__}: {message}"
+    if isinstance(error, RuntimeError) and re.search("(?i)double|float64|dtype", message):
         failure += " (verify computes in float64: try --precision 32-true)"
     of_user = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library(frame.filename)]
     if of_user:
         last = of_user[-1]
         return RuntimeError(f"{failure}\n  {last.filename}, line {last.lineno}, in {last.name}\n    {last.line}")
     if isinstance(error, (ValueError, TypeError, OSError, MisconfigurationException)):
-        return ValueError(str(error))
+        return ValueError(message)
     return RuntimeError(failure)

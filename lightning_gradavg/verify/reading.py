@@ -23,7 +23,7 @@ def compare_readings(records: Sequence[Record], alone: EpochReading) -> Readings
     """Compare the samples of the compared steps, and those of an epoch, with what one process reads."""
     steps = _steps_of_first_epoch(records)
     found = Readings([], [])
-    if _read_all_the_same(steps, len(records)):
+    if _read_all_the_same(steps, len(records)) and not _read_as_one_process(steps, alone):
         detail = f"all {len(records)} ranks read the same samples in the same order: the global batch is one rank's"
         found.findings.append(Finding("duplicated stream", "samples", detail))
         return found
@@ -54,6 +54,15 @@ def _read_all_the_same(steps: Sequence[Sequence[RankBatch]], ranks: int) -> bool
         if len(taken) < ranks or any(rank_batch.sample_ids != first for rank_batch in taken):
             return False
     return True
+
+
+def _read_as_one_process(steps: Sequence[Sequence[RankBatch]], alone: EpochReading) -> bool:
+    """Return whether one process would read these samples, too: a data set may hold equal ones."""
+    on_ranks = Counter[bytes]()
+    for taken in steps:
+        for rank_batch in taken:
+            on_ranks.update(rank_batch.sample_ids)
+    return on_ranks == Counter(alone.samples[: on_ranks.total()])
 
 
 def _compare_epochs(

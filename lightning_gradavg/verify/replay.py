@@ -65,18 +65,28 @@ class OneProcess(SingleDeviceStrategy):
         """Return one loss, as Lightning takes it, normalized as the run's rule does."""
         output = super().training_step(*args, **kwargs)
         loss, weight = loss_and_weight(output)
-        if loss is None or self._facts.rule.name != "normalized_sum":
+        if loss is None or not self._facts.automatic:
             return output
-        if weight is None:
-            weight = self._recorder.running.size
         if isinstance(output, Mapping):
-            return {**output, "loss": loss / weight}
-        return loss / weight
+            return {**output, "loss": self._normalized(loss, weight)}
+        return self._normalized(loss, weight)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        kwargs.pop("weight", None)  # `manual_backward(loss, weight=n)` is for strategies of this package
+        weight = kwargs.pop("weight", None)  # `manual_backward(loss, weight=n)` is for strategies of this package
+        if not self._facts.automatic:
+            closure_loss = self._normalized(closure_loss, weight)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def _normalized(self, loss: Any, weight: float | None) -> Any:
+        """Return a loss of which the gradient is what the run's rule makes of it."""
+        if self._facts.rule.name != "normalized_sum":
+            return loss
+        if weight is None:
+            weight = self._recorder.running.size
+        if weight == 0:
+            return loss * 0.0  # no term counts, so the run's gradient is zero
+        return loss / weight
 
     @override
     def all_gather(self, tensor: Tensor, group: object = None, sync_grads: bool = False) -> Tensor:

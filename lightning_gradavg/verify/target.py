@@ -241,4 +241,5 @@ class Target:
             data_arguments["datamodule"] = data
         elif data is not None:
             data_arguments["train_dataloaders"] = data
-        return Built(module, data_arguments, quiet_options({**options, **self.options}))
+        # Callbacks and plugins keep state, and a process may build several runs.
+        return Built(module, data_arguments, quiet_options({**options, **copy.deepcopy(self.options)}))
