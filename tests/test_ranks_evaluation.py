@@ -409,6 +409,31 @@ def test_one_trainer_for_everything(world, kind):
         assert ([], number < 2 and kind == "indexed") == (left, updated)
 
 
+class LogsSeldom(LightningModule):
+    """Updates a metric with each batch, and logs it with the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = SumMetric()
+
+    def validation_step(self, batch, batch_idx):
+        self.total.update(batch)
+        if 4 in batch:
+            self.log("total", self.total)
+
+
+def totals_of_passes() -> list[float]:
+    """Body: validate three times; return the metric of each pass."""
+    trainer, module = make_trainer(GradAvgStrategy(exact_evaluation=True)), LogsSeldom()
+    loader = DataLoader(data(5), batch_size=1)
+    return [trainer.validate(module, loader, verbose=False)[0]["total"] for _ in range(3)]
+
+
+def test_a_metric_is_reset_on_ranks_that_have_not_logged_it(world):
+    """Lightning resets what it has logged. Without the reset, the samples of other ranks would count in each pass."""
+    assert [[10.0] * 3] * 3 == world(3).run(totals_of_passes)
+
+
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "no option": GradAvgStrategy,
     "exact evaluation": lambda: GradAvgStrategy(exact_evaluation=True),

@@ -22,7 +22,7 @@ from ranks import group_of, make_trainer
 from test_ranks_evaluation import Lists
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MaxMetric, MeanMetric, SumMetric
+from torchmetrics import MaxMetric, MeanMetric, Metric, SumMetric
 from toys import Toy, approx, make_loader
 
 from lightning_gradavg import GradAvgStrategy, gather
@@ -322,6 +322,66 @@ def test_a_stand_in_leaves_no_trace(world, split):
         assert {0: 3.75, 1: 1.5}[rank] == sums, "a buffer that sums samples"
         own = {0: (1.875, 3.75, 2.75, 1.0), 1: (1.5, 1.5, 1.5, 1.5)}[rank]
         assert own == tuple(pytest.approx(logged[f"own {name}"]) for name in ("mean", "sum", "max", "min"))
+
+
+class OfSamples(Metric):
+    """The mean of a list of samples, one tensor without dimensions each."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("samples", default=[], dist_reduce_fx=None)
+
+    def update(self, samples: Tensor) -> None:
+        self.samples += list(samples)
+
+    def compute(self) -> Tensor:
+        return torch.stack(self.samples).mean()
+
+
+class OfUpdates(Metric):
+    """The mean of the means of updates, which the ranks average."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("mean", default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="mean")
+
+    def update(self, samples: Tensor) -> None:
+        self.mean = self.mean + (samples.mean() - self.mean) / self.update_count
+
+    def compute(self) -> Tensor:
+        return self.mean
+
+
+class OwnStates(Toy):
+    """Updates metrics with states of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.0)
+        self.metrics = nn.ModuleDict({"of samples": OfSamples(), "of updates": OfUpdates()})
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        for name, metric in self.metrics.items():
+            metric.update(batch)
+            self.log(name, metric, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def states_of_stand_ins() -> dict[str, float]:
+    """Body: batches of 2 samples, of which the third of three ranks has none, and of which one has a single sample."""
+    trainer = make_trainer(GradAvgStrategy(equivalent_to="single_device"), max_epochs=2)
+    trainer.fit(OwnStates(), make_loader([[1.0, 2.0], [3.0, 4.0], [5.0]]))
+    return {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+
+# Torchmetrics says it on rank 0 of a node; the ranks of a test are nobody's.
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+def test_a_stand_in_does_not_count_as_an_update_of_a_metric(world):
+    """Rank 0 has 1, 3 and 5, rank 1 has 2 and 4: the ranks' means are both 3, and rank 2's default is none of them."""
+    assert [{"of samples": 3.0, "of updates": 3.0}] * 3 == world(3).run(states_of_stand_ins)
 
 
 class LoggingMetric(Toy):

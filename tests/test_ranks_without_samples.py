@@ -229,7 +229,7 @@ def test_a_stand_in_leaves_no_trace_in_buffers_or_its_batch(world):
     assert [3.0, 1.0] == world(2).run(train_changing)
 
 
-SAID = "rank 1 has no samples"
+SAID = "ank 1 has no samples"  # at the start of a sentence, or within a line
 
 
 def hear(runs_out: bool) -> list[str]:

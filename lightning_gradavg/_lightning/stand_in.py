@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -105,17 +105,22 @@ def _cloned(buffers: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def metrics_kept(module: nn.Module) -> Iterator[None]:
+def metrics_kept(module: nn.Module, is_merged: Callable[[Metric], bool] = lambda _: False) -> Iterator[None]:
     """Undo, after the context, what was added to the module's torchmetrics within it.
 
-    They still count as updated, and have lists as long as those of the other ranks, with which they are gathered.
+    A metric for which `is_merged` holds is as before. Any other still counts as updated, and has lists as long as those
+    of the other ranks, with which torchmetrics gathers them.
     """
     metrics = [submodule for submodule in module.modules() if isinstance(submodule, Metric)]
     states_before = [_copied_states(metric) for metric in metrics]
+    updates_before = [metric.update_count for metric in metrics]
     try:
         yield
     finally:
-        for metric, states in zip(metrics, states_before, strict=True):
+        for metric, states, updates in zip(metrics, states_before, updates_before, strict=True):
+            if is_merged(metric):
+                restore_metric(metric, states, updates)
+                continue
             for name, after in metric.metric_state.items():
                 if isinstance(after, list):
                     # torchmetrics gathers a list item by item, so an item without rows stands for each new one.

@@ -530,7 +530,7 @@ class SplitBatches(Batches):
             )
 
     def describe(self) -> str:
-        """Return the start line's words about ranks that will have no samples in the last batch of an epoch."""
+        """Return the start line's sentence about ranks that will have no samples in the last batch of an epoch."""
         for loader in self._loaders:
             size = last_batch_size(loader.loader)
             if size is None:
@@ -538,7 +538,8 @@ class SplitBatches(Batches):
             ranks = [rank for rank, pieces in enumerate(self._split.cut(size).layout) if pieces == 0]
             if ranks:
                 self._has_said_who_stands_in = True
-                return f"; {_about_stand_ins(ranks, 'in the last batch of an epoch')}"
+                about = _about_stand_ins(ranks, "in the last batch of an epoch")
+                return f"{about[0].upper()}{about[1:]}."
         return ""
 
     def load(self, saved: Mapping[str, Any]) -> None:

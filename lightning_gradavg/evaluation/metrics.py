@@ -33,7 +33,7 @@ from lightning_gradavg._lightning.methods import replaced
 from lightning_gradavg._support.collectives import World
 from lightning_gradavg.reduction.gather import require_gather_allowed
 
-__all__ = ["merged_over_ranks", "running_refused"]
+__all__ = ["is_merged", "merged_over_ranks", "running_refused"]
 
 
 def merged_over_ranks(
@@ -74,6 +74,11 @@ def merged_over_ranks(
         # Bound to the metric, so that a copy of the metric gets a method of its own.
         return replaced(owner, "sync", MethodType(sync, owner))
     return replaced(owner, "sync", sync)
+
+
+def is_merged(metric: Metric) -> bool:
+    """Return whether `merged_over_ranks` serves a metric: it has no exchange of its own."""
+    return metric.dist_sync_fn is None and not _has_own_exchange(metric)
 
 
 def _has_own_exchange(metric: Metric) -> bool:

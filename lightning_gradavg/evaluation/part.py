@@ -441,8 +441,9 @@ class ExactEvaluation(Evaluation):
         if running is None:
             return
         for key in running.taken_over:
-            # In the next pass this rank may log it itself, and Lightning compares how.
-            del running.loop.results[key]
+            # In the next pass this rank may log it itself, and Lightning compares how. Lightning resets what it finds
+            # there next: this rank may have updated a metric that only another one has logged.
+            running.loop.results.pop(key).reset()
         if self.run.trainer.predicting:
             self._gather_predictions(running)
 

@@ -28,7 +28,7 @@ from lightning_gradavg._support.running import Forward, running
 from lightning_gradavg._support.tree import batch_samples, mapped
 from lightning_gradavg.batches.chunks import Chunk
 from lightning_gradavg.batches.part import Batches, PieceOfBatch, SplitBatches
-from lightning_gradavg.evaluation.metrics import merged_over_ranks
+from lightning_gradavg.evaluation.metrics import is_merged, merged_over_ranks
 from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.replicas.batch_norm import synchronized_batch_norm
 from lightning_gradavg.replicas.buffers import SharedBuffers
@@ -206,7 +206,7 @@ class Replicas(OneForward):
             reducing = self.run.ddp.no_sync()
         counting: AbstractContextManager[None] = nullcontext()
         if piece.samples == 0:
-            counting = metrics_kept(self.run.module)
+            counting = metrics_kept(self.run.module, is_merged)
         samples = batches.samples
         self._log.samples = piece.samples
         if samples is None and piece.samples > 0:
