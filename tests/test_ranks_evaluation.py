@@ -549,6 +549,27 @@ def told(module: type[Stacks], kind: str, sizes: Any, what: str, **options: Any)
     return evaluated.early, [line for ((line,), _) in evaluated.log_line.call_args_list]
 
 
+class SanityChecked(Toy):
+    """Counts the steps of the sanity check."""
+
+    steps = 0
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.steps += self.trainer.sanity_checking
+
+    def val_dataloader(self) -> Any:
+        return make_loader([[1.0]] * 9)
+
+
+@on_ranks(3)
+def test_a_sanity_check_has_a_batch_for_each_rank():
+    """Its two batches are fewer than the ranks, and a hook at its end may look at what the steps have left."""
+    module = SanityChecked()
+    options = {"max_epochs": 1, "limit_train_batches": 1, "num_sanity_val_steps": 2}
+    make_trainer(GradAvgStrategy(exact_evaluation=True), **options).fit(module, make_loader([[1.0]] * 3))
+    assert module.steps == 1
+
+
 WITHOUT: list[Any] = [
     *(("indexed", (2, 1), what, {}) for what in ("validate", "test", "predict", "fit")),
     ("indexed", (2, 1), "fit", {"num_sanity_val_steps": 2}),

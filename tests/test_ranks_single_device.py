@@ -344,6 +344,7 @@ class OfUpdates(Metric):
     """The mean of the means of updates, which the ranks average."""
 
     full_state_update = False
+    mean: Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -241,7 +241,9 @@ class ExactEvaluation(Evaluation):
     def _most_batches(self) -> float:
         """Return how many batches of a loader the pass at hand evaluates at most, on all ranks together."""
         if self.run.trainer.sanity_checking:
-            return self.run.trainer.num_sanity_val_steps
+            # One for each rank: hooks that look at what the steps left would fail, or hang, in the default check of two
+            # batches on three ranks.
+            return max(self.run.trainer.num_sanity_val_steps, self.run.world.size)
         return math.inf
 
     def _key(self, position: int, what: str, *number: int) -> bytes | None:
