@@ -109,6 +109,8 @@ class Suspicious(Toy):
     def on_train_batch_end(self, *args: Any) -> None:
         if self.how in ("assigned", "frozen", "unused") and dist.get_rank() == 1:
             self.w.data += 1.0
+        if self.how == "rates" and dist.get_rank() == 1:
+            self.trainer.optimizers[0].param_groups[0]["lr"] = 0.05
 
 
 def train_suspiciously(how: str) -> None:
@@ -120,6 +122,7 @@ CAUSES = {
     "loss.backward()": "In manual optimization, call self.manual_backward(loss) instead of loss.backward(). End every",
     "unused": "There is no gradient of parameter 'v'. If a backward leaves out parameters, as in a GAN, pass",
     "assigned": "Step, and assign to parameters, on all ranks or on none.",
+    "rates": "The ranks have other learning rates, in rank order 0.01; 0.05. Let all ranks set the same",
     "frozen": "It does not require a gradient, so no backward changes it",
     "set": "The run has not trained yet: a hook set it",
     "new": "DDP does not know it: the module got it after the strategy's setup",

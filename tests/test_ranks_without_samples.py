@@ -263,7 +263,6 @@ NINE: Any = range(9)
         ({"batch_sampler": BatchSampler(SequentialSampler(NINE), 4, drop_last=True)}, None),
         ({"batch_size": None}, None),
     ],
-    ids=str,
 )
 def test_the_size_of_the_last_batch_where_it_is_known(options, size):
     assert last_batch_size(DataLoader(NINE, **options)) == size

@@ -95,6 +95,7 @@ class Drift:
         trained: Whether the run trained on a batch already.
         unused: A parameter that trains but has no gradient on this rank, where DDP expects one of each, or None.
         zeroed: Whether DDP expects a gradient of each parameter, but all were zeroed since, so none shows as unused.
+        rates: The learning rates of each rank, in rank order, if they differ; else nothing.
     """
 
     is_buffer: bool = False
@@ -104,6 +105,7 @@ class Drift:
     trained: bool = True
     unused: str | None = None
     zeroed: bool = False
+    rates: Sequence[Sequence[float]] = ()
 
     def causes(self) -> str:
         """Return the causes that the run does not rule out, the likeliest first, and what to do about each."""
@@ -129,6 +131,13 @@ class Drift:
                 " ranks, or in __init__, from where DDP copies rank 0's values."
             )
             return
+        if self.rates:
+            listed = [", ".join(f"{rate:g}" for rate in rates) for rates in self.rates]
+            yield (
+                f"The ranks have other learning rates, in rank order {'; '.join(listed)}. Let all ranks set the same;"
+                " log what a scheduler such as ReduceLROnPlateau follows with sync_dist=True."
+            )
+            return
         if self.is_frozen:
             yield (
                 "It does not require a gradient, so no backward changes it: a step or an assignment on some ranks only"
@@ -152,7 +161,7 @@ def require_replicas(tensors: Iterable[tuple[str, Tensor]], done: str, drift_of:
     Args:
         tensors: This rank's tensors, named as in `"buffer 'mean'"`.
         done: What was done before, as in `"2 optimizer steps"`.
-        drift_of: Returns what the run shows about the tensor of a name.
+        drift_of: Returns what the run shows about the tensor of a name; called on all ranks, as it may ask them.
     """
     found = drifted(tensors)
     if found is not None:

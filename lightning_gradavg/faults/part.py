@@ -196,10 +196,16 @@ class Faults(Part):
                     yield f"buffer {name!r}", buffer
 
     def _drift_of(self, tensor: str) -> Drift:
-        """Return what the run shows about a tensor that drifted apart, named as `_tensors` names it."""
+        """Return what the run shows about a tensor that drifted apart, named as `_tensors` names it. Collective."""
         parameters = {_named(name): parameter for name, parameter in self.run.module.named_parameters()}
         if tensor not in parameters:
             return Drift(is_buffer=True)
+        rates: list[float] = []
+        for optimizer in self.run.trainer.optimizers:
+            rates += [float(group["lr"]) for group in optimizer.param_groups]
+        rates_of_ranks = self.run.world.gather_objects(rates)
+        if all(rates_of_rank == rates for rates_of_rank in rates_of_ranks):
+            rates_of_ranks = []
         trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
         without_gradient = [name for name in trained if parameters[name].grad is None]
         if self.run.ddp.find_unused_parameters or self.run.ddp.static_graph:
@@ -215,6 +221,7 @@ class Faults(Part):
             trained=self._batches > 0,
             unused=unused,
             zeroed=all_zeroed,
+            rates=rates_of_ranks,
         )
 
 
