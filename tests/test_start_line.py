@@ -149,7 +149,10 @@ def test_the_readme_says_the_same() -> None:
     assert "DIFFERENT from one process with batch 16. Your loader's batch is 8, so one process takes twice" in README
     assert "- **Dropout and augmentation** draw other numbers on each process" in README
     assert 'use `equivalent_to="data_parallel"` with [`num_replicas=`]' in README
-    assert "is divided by its own length, where stock Lightning divides by the full length" in README
+    assert (
+        "counts as one batch, also if it is short. Stock Lightning averages its batches' means, and divides a short one"
+        in README
+    )
 
 
 def test_a_batch_norm_of_one_rank() -> None:

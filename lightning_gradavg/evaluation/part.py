@@ -155,6 +155,8 @@ class ExactEvaluation(Evaluation):
         self._drawing_order = drawing_order
         self._loaded_seed: int | None = None  # of a checkpoint that the next run resumes
 
+    # Metrics that were computed over the ranks, by identity: they have other notions of equality.
+    _computed: WeakValueDictionary[int, Metric] | None = None
     _pass: _Pass | None = None
     _stage: RunningStage  # of the loaders that were prepared last
     _limit: float  # the user's `limit_*_batches` of that stage
@@ -175,9 +177,10 @@ class ExactEvaluation(Evaluation):
         self._streams = EvaluationStreams(run.device)
         self._loaders_of_stage = 0  # that are processed
         self._said: set[str] = set()  # lines about ranks without a batch
-        # Metrics that were computed over the ranks, by identity: they have other notions of equality. It is made here,
-        # because a strategy may be pickled before it runs, for the processes that it starts.
-        self._computed = WeakValueDictionary[int, Metric]()
+        # Not made in `__init__`, because a strategy may be pickled before it runs, for the processes that it starts.
+        # Kept in further runs, in which a metric still has the value that was computed in this one.
+        if self._computed is None:
+            self._computed = WeakValueDictionary[int, Metric]()
         self._changed_options = ExitStack()  # of the Trainer, while it prepares loaders
         self._changed_in_pass = ExitStack()
         self._changed_in_steps = ExitStack()
@@ -357,6 +360,7 @@ class ExactEvaluation(Evaluation):
         index = running.finished
         running.finished += 1
         loader = running.loaders[index]
+        assert self._computed is not None
         for metric in self._computed.values():
             # Torchmetrics returns a value that it has computed before. A rank that has not updated the metric since
             # would not compute it with the others.

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from typing import Protocol
 
 import torch.distributed as dist
@@ -31,6 +31,16 @@ __all__ = ["Observer", "Reduction"]
 
 _WORD_OF_COUNTS = re.compile(r"(^|_)(n|num|count|counts|size|length|items|samples|terms|tokens|ntokens)(_|$)")
 """What the name of a count has, as in "num_tokens"."""
+
+
+@lru_cache(maxsize=1)
+def _exchanging_world(of_all: dist.ProcessGroup, timeout: timedelta | None) -> World:
+    """Return all ranks in a process group beside that of all ranks. A collective operation, the first time.
+
+    Kept for all runs of the process: each group has threads that wake a hundred times a second.
+    """
+    assert of_all is dist.group.WORLD  # beside which `new_group` makes one
+    return World.of(dist.new_group(timeout=timeout))
 
 
 def _keys_of_counts(output: Mapping[str, object]) -> list[str]:
@@ -100,7 +110,6 @@ class Reduction(Part):
         self._make_tree = make_tree
         self._timeout = timeout
         self._said: set[str] = set()
-        self._of_all: object = None  # the group of all ranks, which `exchanging` was made beside
 
     def setup(self, run: Run) -> None:
         """Forget an earlier run."""
@@ -189,11 +198,9 @@ class Reduction(Part):
         would wait for another operation (`test_ranks_crossing.py`: a layer beside gather).
         """
         of_all = dist.group.WORLD
-        if self.run.world.size == 1 or of_all is None or self._of_all is of_all:
+        if self.run.world.size == 1 or of_all is None:
             return
-        group = dist.new_group(timeout=self._timeout)
-        self._of_all = of_all
-        self.exchanging = World.of(group)
+        self.exchanging = _exchanging_world(of_all, self._timeout)
 
     def _needs_window(self) -> bool:
         """Return whether losses are weighed and gradients multiplied; all ranks answer alike.
