@@ -416,9 +416,10 @@ class Reduction(Part):
     def _zero_loss(self) -> Tensor:
         """Return a loss of 0 that reaches all parameters and exchanges, with DDP ready for its backward."""
         forward = running_forward()
-        for name in forward.hidden_exchanges:
+        if forward.hidden_exchanges:
             raise RuntimeError(
-                f"training_step returned no loss, or one without a graph, after {name} within a reentrant checkpoint,"
+                "training_step returned no loss, or one without a graph, after"
+                f" {forward.hidden_exchanges[0]} within a reentrant checkpoint,"
                 " whose backward only a loss reaches. Use checkpoint(..., use_reentrant=False), or return a loss of the"
                 ' checkpoint\'s output: {"loss": loss, "weight": 0}.'
             )

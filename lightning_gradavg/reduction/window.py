@@ -151,6 +151,14 @@ class WindowRecord(NamedTuple):
     local_divisor: float  # this rank's gradient before the reduction is sum(w * g) over this
 
 
+class _Outcome(NamedTuple):
+    """What follows from the rows of all ranks; the same on all of them."""
+
+    normalizer: float  # Z
+    factor: float  # N / (Z / u)
+    raise_fault: Callable[[], NoReturn] | None  # if the rule cannot be applied
+
+
 @dataclass
 class _Contents:
     """What a window holds until it is empty again."""
@@ -165,7 +173,7 @@ class _Contents:
     marks: list[_Mark | None] = field(default_factory=list)  # their gradients after the latest backward
     exchange: RowExchange | None = None  # once the last micro-batch is known
     rows: list[Row] | None = None  # of all ranks, once they are read
-    factor: float | None = None  # of every bucket, once the first has asked
+    outcome: _Outcome | None = None  # of these rows: several buckets, and the end of the window, ask for it
     has_reduced_in_hook: bool = False
 
 
@@ -408,15 +416,22 @@ class Window:
         self._contents.has_reduced_in_hook = True
         if self._contents.exchange is None:
             return 0.0  # `end_backward` raises
-        if self._contents.factor is None:
-            self._contents.factor = 0.0
-            if self._fault() is None:  # else `reduce` raises it
-                self._contents.factor = self._factor()
-        return self._contents.factor
+        outcome = self._outcome()
+        if outcome.raise_fault is not None:
+            return 0.0  # `reduce` raises it
+        return outcome.factor
 
-    def _factor(self) -> float:
+    def _outcome(self) -> _Outcome:
+        """Return what follows from the rows of all ranks; the first call waits for them."""
+        contents = self._contents
+        if contents.outcome is None:
+            normalizer = self._normalizer()
+            factor = self._factor(normalizer)
+            contents.outcome = _Outcome(normalizer, factor, self._fault(normalizer, factor))
+        return contents.outcome
+
+    def _factor(self, normalizer: float) -> float:
         """Return N / (Z / u); 0 if nothing counts on any rank, and infinity if Z / u is too small for float64."""
-        normalizer = self._normalizer()
         if normalizer == 0:
             return 0.0
         in_units = normalizer / self._contents.unit
@@ -442,7 +457,7 @@ class Window:
         length = len(self._contents.micro_batches)
         return normalizer_of(self._rule, self._ranks.places, counted, length)
 
-    def _fault(self) -> Callable[[], NoReturn] | None:
+    def _fault(self, normalizer: float, factor: float) -> Callable[[], NoReturn] | None:
         """Return what raises the fault of the window, None if there is none; the same on all ranks."""
         rows = self._rows()
         if any(row.problems for row in rows):
@@ -453,8 +468,7 @@ class Window:
         for first in range(0, len(rows), copies):
             if len({row.weights for row in rows[first : first + copies]}) > 1 and self._rule.uses_weight:
                 return self._raise_different_weights
-        normalizer = self._normalizer()
-        if not math.isfinite(normalizer) or not math.isfinite(self._factor()):
+        if not math.isfinite(normalizer) or not math.isfinite(factor):
             return self._raise_normalizer
         return None
 
@@ -503,9 +517,10 @@ class Window:
         )
 
     def _raise_normalizer(self) -> NoReturn:
+        normalizer = self._outcome().normalizer
         raise ValueError(
-            f"reduction={self._rule.name!r}: the weights add up to {self._normalizer()!r}. Scale them so that their"
-            " sum, and its inverse, are finite."
+            f"reduction={self._rule.name!r}: the weights add up to {normalizer!r}. Scale them so that their sum, and"
+            " its inverse, are finite."
         )
 
     def end_backward(self) -> None:
@@ -531,10 +546,10 @@ class Window:
         self._change(WindowState.REDUCED)
         contents = self._contents
         with self.abandoned_on_error():
-            raise_fault = self._fault()
-            if raise_fault is not None:
-                raise_fault()
-            self._gradients.reduce(contents.parameters, self._factor(), in_hook=contents.has_reduced_in_hook)
+            outcome = self._outcome()
+            if outcome.raise_fault is not None:
+                outcome.raise_fault()
+            self._gradients.reduce(contents.parameters, outcome.factor, in_hook=contents.has_reduced_in_hook)
 
     def record(self) -> WindowRecord:
         """Return what a report says of the window, which is reduced."""
