@@ -71,6 +71,7 @@ from verified_runs import (
     divide_by_count_of_all_ranks,
     divide_by_global_mean,
     drop_word_by_word,
+    freeze_first_layer,
     global_means,
     hundredth_of_ranks,
     infinite,
@@ -172,11 +173,14 @@ from verified_runs import (
     sum_of_two_means,
     train_generator_and_critic,
     two_global_means,
+    unfreeze_in_second_batch,
     weigh_by_class,
     weigh_by_position,
     weighted_mean_over_tokens,
     with_hook,
     world_size,
+    write_bias_of_all_rows,
+    write_bias_of_own_rows,
 )
 
 from lightning_gradavg import GradAvgStrategy
@@ -621,6 +625,13 @@ DIFFERENT = {
     "initial weights": Run(make_layers_times_ranks),
     "unsynchronised replicas: a weight": Run(hooks={"on_train_batch_start": change_weight_of_rank_1}),
     "unsynchronised replicas: past the strategy": Run(step=make_manual_step(outside=True), is_manual=True),
+    "unsynchronised replicas: a weight that a rank writes": Run(
+        step=write_bias_of_own_rows,
+        says=["reduced gradient   differs", "clipped gradient   not compared", "weights            differs"],
+    ),
+    "unsynchronised replicas: a layer that unfreezes": Run(
+        lambda: make_layers(change=freeze_first_layer), hooks={"on_train_batch_start": unfreeze_in_second_batch}
+    ),
     "unregistered parameter: a temperature": Run(
         make_layers_with_temperature,
         loss_and_temperature,
@@ -769,6 +780,8 @@ LINES = {
 ADVICE: Mapping[str, Mapping[str, Any]] = {
     "initial weights": {"layers": make_layers},
     "unsynchronised replicas: past the strategy": {"step": make_manual_step()},
+    "unsynchronised replicas: a weight that a rank writes": {"step": write_bias_of_all_rows},
+    "unsynchronised replicas: a layer that unfreezes": {"strategy": ours()},
     "unregistered parameter: a temperature": {
         "layers": make_layers_with_registered_temperature,
         "optimizer": make_sgd,

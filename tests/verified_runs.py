@@ -477,6 +477,19 @@ def mean_loss_of_first_batch(module: Any, batch: Any) -> Tensor | None:
     return mean_loss(module, batch)
 
 
+def write_bias_of_own_rows(module: Any, batch: Any) -> Tensor:
+    """Write a weight from the rows of this rank, as a layer does that normalizes by its first batch."""
+    with torch.no_grad():
+        module.net[0].bias.copy_(batch[0].mean())
+    return mean_loss(module, batch)
+
+
+def write_bias_of_all_rows(module: Any, batch: Any) -> Tensor:
+    with torch.no_grad():
+        module.net[0].bias.copy_(gather(batch[0]).mean())
+    return mean_loss(module, batch)
+
+
 def mean_loss_of_first_loader(module: Any, batch: Any) -> Tensor:
     return mean_loss(module, batch["one"])
 
@@ -713,6 +726,15 @@ def add_up_count_of_batches(module: Any, batch: Any, batch_idx: int) -> None:
 def change_weight_of_rank_1(module: Any, batch: Any, batch_idx: int) -> None:
     if batch_idx == 1 and rank() == 1:
         module.net[2].weight.data[0, 0] += 1e-3
+
+
+def freeze_first_layer(net: nn.Sequential) -> None:
+    net[0].requires_grad_(False)
+
+
+def unfreeze_in_second_batch(module: Any, batch: Any, batch_idx: int) -> None:
+    module.net.requires_grad_(batch_idx > 0)
+    module.net[2].requires_grad_(True)
 
 
 def count_samples_in_buffer(module: Any, batch: Any, batch_idx: int) -> None:

@@ -130,8 +130,7 @@ class _Judge:
         if findings:
             # Only the first difference is a cause. Those behind it may follow from it.
             first = min(findings, key=_place_in_run)
-            # Ranks may differ from one another in one stage of step 0, and from one process in an earlier one.
-            gaps.update({finding.stage: "differs" for finding in findings if finding.step == first.step == 0})
+            gaps |= _stages_beside(first, findings)
             findings = [first]
             steps = first.step + 1
         samples = compare_readings(self._records, alone.reading)
@@ -273,6 +272,17 @@ class _Judge:
 def _is_alike(value: Tensor | None, expected: Tensor) -> bool:
     # A NaN is alike on all ranks, too, as where `sync_dist` averages that of one rank.
     return value is not None and not gaps_of(value, expected).any()
+
+
+def _stages_beside(first: Finding, findings: Sequence[Finding]) -> dict[str, str]:
+    """Return the stages of step 0 that differ beside the first finding, as a report has them.
+
+    Ranks may differ from one another in one stage of a step, and from one process in an earlier one. Of later steps,
+    the stages of step 0, which a report lists, are equal.
+    """
+    if first.step > 0:
+        return {}
+    return {finding.stage: "differs" for finding in findings if finding.step == 0}
 
 
 def _place_in_run(finding: Finding) -> tuple[int, bool]:
