@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from enum import Enum, auto
@@ -609,6 +609,19 @@ def hooks_of_tensor(tensor: Tensor) -> list[Callable[..., object]]:
 # Private: `DDPStrategy._ddp_comm_hook` (L). Without it `gradavg verify` does not name a communication hook.
 comm_hook_of = attrgetter("_ddp_comm_hook")
 """Returns the communication hook that a strategy was given, or None."""
+
+
+def copy_each(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors into others by one kernel."""
+    # Private: `torch._foreach_copy_` (T). Without it `average_gradients` fails. The foreach functions have no public
+    # names, and a loop starts a kernel for each tensor.
+    torch._foreach_copy_(list(destinations), list(sources))
+
+
+def scale_each(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply tensors by a number, by one kernel."""
+    # Private: `torch._foreach_mul_` (T). Without it no rule but the plain mean works on shards. As above.
+    torch._foreach_mul_(list(tensors), factor)
 
 
 def class_of_sharded_modules() -> type[Any]:

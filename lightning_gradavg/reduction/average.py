@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_gradavg._lightning.internals import copy_each
 from lightning_gradavg._support.collectives import Contribution, World
 from lightning_gradavg._support.flat import buckets_of, views_of
 from lightning_gradavg.reduction.loss import as_weight
@@ -124,8 +125,7 @@ def _reduce(
             work.wait()
     with torch.profiler.record_function("GradAvg: write gradients"):
         for bucket in sums:
-            for gradient, total in zip(bucket.gradients, views_of(bucket.flat, bucket.gradients), strict=True):
-                gradient.copy_(total)
+            copy_each(bucket.gradients, views_of(bucket.flat, bucket.gradients))
 
 
 class _Bucket(NamedTuple):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_gradavg._lightning.internals import scale_each
 from lightning_gradavg._support.flat import local_part
 from lightning_gradavg.reduction.average import reduce_alike
 
@@ -241,6 +242,5 @@ def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> int:
             gradients.append(parameter.grad)
     if gradients:
         with torch.profiler.record_function("GradAvg: scale gradients"):
-            for gradient in gradients:
-                local_part(gradient).mul_(factor)
+            scale_each([local_part(gradient) for gradient in gradients], factor)
     return len(gradients)
