@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
 from typing import Any, NamedTuple
@@ -110,6 +111,9 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
     def teardown(self) -> None:
         for part in reversed(self._parts_set_up):
             part.teardown()
+            # As Lightning does: else DDP's buckets take memory until the next run.
+            part.run = replace(part.run, model=None)
+            self._run = part.run
         self._preparing = None
         self._end_training()
         super().teardown()

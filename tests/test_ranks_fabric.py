@@ -399,6 +399,18 @@ def test_losses_and_weights_by_name(loop, reduction, names, weighs):
     assert module.gradient is None
 
 
+@either_loop
+@on_ranks()
+def test_a_model_that_is_dropped_is_freed(loop):
+    """DDP holds the hook, and Python sees no circle through DDP: models come and go, as in cross-validation."""
+    a_loop, module, model, x = begin(loop)
+    a_loop.backward(model(x).mean(), weight=3)
+    freed = weakref.ref(model)
+    del module, model
+    gc.collect()
+    assert freed() is None
+
+
 @on_ranks()
 def test_a_loader_that_is_dropped_is_freed():
     """A new loader per epoch holds no data of the epochs before, and `samples` is that of the loader that is read."""

@@ -23,6 +23,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import make_trainer, on_ranks
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -700,19 +701,49 @@ def test_an_error_is_that_of_stock_ddp(world, name):
     assert stock == ours
 
 
-def is_freed(strategy: DDPStrategy) -> bool:
-    """Body: train; return whether the module is freed when nobody uses the run any more."""
-    toy = Toy(lr=0.0)
-    alive = weakref.ref(toy)
+class Freed(NamedTuple):
+    """What was freed of a run."""
+
+    model: bool  # the wrapped model, when the run had ended
+    module: bool  # when nobody used the run any more
+
+
+class Wrapped(Toy):
+    """Notes the wrapped model."""
+
+    model: weakref.ref[Any]
+
+    def on_train_start(self) -> None:
+        self.model = weakref.ref(self.trainer.strategy.model)
+
+
+def train_and_forget(make_strategy: Callable[[], DDPStrategy]) -> Freed:
+    strategy = make_strategy()  # here: an assertion keeps the arguments of what it calls
+    toy = Wrapped(lr=0.0)
+    module = weakref.ref(toy)
     trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
     trainer.fit(toy, make_loader([[1.0], [2.0]]))
+    gc.collect()
+    is_model_freed = toy.model() is None
     del toy, trainer, strategy
     gc.collect()
-    return alive() is None
+    return Freed(is_model_freed, module() is None)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "weighted_mean": {"reduction": "weighted_mean"},
+    "a hook": {"reduction": "weighted_mean", "ddp_comm_hook": allreduce_hook},
+    "single_device": {"equivalent_to": "single_device"},
+    "data_parallel": {"equivalent_to": "data_parallel"},
+    "reproducible": {"reproducible": True, "num_replicas": 2},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
 @on_ranks()
-def test_a_module_is_freed_when_stock_frees_it(reduction):
-    """DDP holds the hook, and Python sees no circle through DDP: Lightning drops the wrapper when the run ends."""
-    assert is_freed(DDPStrategy()) == is_freed(GradAvgStrategy(reduction=reduction))
+def test_a_model_is_freed_when_stock_frees_it(name):
+    """DDP holds the hook, and Python sees no circle through DDP."""
+    assert Freed(model=True, module=True) == train_and_forget(DDPStrategy)
+    assert Freed(model=True, module=True) == train_and_forget(partial(GradAvgStrategy, **OPTIONS[name]))

@@ -133,6 +133,7 @@ class Reduction(Part):
         # Of the run, from `configure_ddp` and `begin` on.
         self._parameters: Sequence[nn.Parameter] = ()
         self._sparse: dict[int, Tensor] = {}
+        self._gradients: Gradients | None = None
         self._window: Window | PlainMean | None = None  # from `on_train_start` on
         self._hook.window = None
         self._is_hooked = False
@@ -169,6 +170,8 @@ class Reduction(Part):
         A search for a learning rate begins training before the run does, with the same wrapped model.
         """
         run = self.run
+        gradients = self._gradients
+        assert gradients is not None
         if self._needs_window() and not isinstance(self._window, Window):
             if run.model is not None and not self._is_hooked:
                 require_hookable(run.model, self.rule)
@@ -177,7 +180,7 @@ class Reduction(Part):
             self._window = Window(
                 self.rule,
                 ranks,
-                self._gradients,
+                gradients,
                 unit,
                 user_ends_windows=self.is_manual,
                 optimizers=lambda: run.trainer.optimizers,
@@ -185,7 +188,7 @@ class Reduction(Part):
             self._hook.window = self._window
             self._make_exchanging_group()
         if self._window is None:
-            self._window = PlainMean(partial(self._gradients.reduce_unfrozen, 1 / run.world.size))
+            self._window = PlainMean(partial(gradients.reduce_unfrozen, 1 / run.world.size))
         # The tree reduces after backwards in which DDP reduces nothing.
         if run.model is not None and self._make_tree is None and not self._is_hooked:
             self._is_hooked = self._hook.register(run.model)
@@ -481,6 +484,13 @@ class Reduction(Part):
     def is_at_window_start(self) -> bool:
         """Return whether the next micro-batch begins a window."""
         return self._window is None or self._window.is_empty
+
+    def teardown(self) -> None:
+        """Free the window and the gradients, which lead to the wrapped model."""
+        self._window = None
+        self._hook.window = None
+        self._gradients = None
+        self.pending = None
 
     def _warn_on_rank_zero(self, message: str) -> None:
         self._warn_once(message, rank_zero_warn)
