@@ -70,6 +70,8 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("verify --config none.yaml", ["--config 'none.yaml': there is no such file"]),
         ("verify --config latin.yaml", ["--config 'latin.yaml' is not UTF-8", "0xe9"]),
         (f"{VERIFY} --strategy gradavgs", ["strategy='gradavgs' is not registered"]),
+        (f"{VERIFY} --strategy gradavg_ddp", ["Did you mean 'gradavg"]),
+        (f"{VERIFY} --trainer strategy=5", ["strategy=5 is no name: give --strategy gradavg_single_device, or"]),
     ],
 )
 def test_a_wrong_value_is_one_line(capsys, given, parts):

@@ -128,8 +128,8 @@ def _target(args: argparse.Namespace, further: Sequence[str]) -> Target:
     options.update(dict(args.trainer))
     if args.strategy:
         options["strategy"] = args.strategy
-    if "strategy" in options and ":" not in options["strategy"]:
-        resolve_strategy(options["strategy"])  # a wrong name is refused before any process starts
+    if "strategy" in options:
+        _check_strategy(options["strategy"])
 
     read: Callable[[], UserRun] = partial(read_names, module, args.data, dict(args.init))
     if args.config:
@@ -138,6 +138,17 @@ def _target(args: argparse.Namespace, further: Sequence[str]) -> Target:
             arguments.append(f"--model={module}")
         read = partial(read_config, [*arguments, *further], args.data)
     return Target(read, options, args.seed)
+
+
+def _check_strategy(strategy: object) -> None:
+    """Raise an error about a strategy that is no name, or a wrong one, before any process starts."""
+    if not isinstance(strategy, str):
+        raise TypeError(
+            f"strategy={strategy!r} is no name: give --strategy gradavg_single_device, or --strategy"
+            " train.py:make_strategy for one with options"
+        )
+    if ":" not in strategy:
+        resolve_strategy(strategy)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
