@@ -182,6 +182,24 @@ THREADS = {
     "Training performance degrades with DistributedDataParallel": "faq",
     # huggingface/accelerate issue 2010
     "How to set different seed for DDP data sampler for every epoch": "randomness",
+    # Questions that were typed before the pages were read.
+    "loss is different when i use more gpus": "faq",
+    "variable length sequences gradient accumulation wrong loss": "averaging",
+    "validation loss not the same on 2 gpus": "evaluation",
+    "padding tokens change loss multi gpu": "equivalence",
+    "sum gradients instead of averaging lightning": "averaging",
+    "keep total batch size fixed when adding gpus": "scaling",
+    "last batch smaller than number of gpus": "uneven",
+    "same dropout mask on every gpu": "randomness",
+    "replace DataParallel with ddp same results": "equivalence",
+    "train on 8 gpus continue on 1": "reproducible",
+    "one rank gets nan loss": "faults",
+    "linear scaling rule learning rate number of gpus": "scaling",
+    "simclr negatives from other gpus": "contrastive",
+    "batchnorm statistics across gpus": "equivalence",
+    "iterable dataset unequal batches hang": "uneven",
+    "optuna pruning multi gpu": "faults",
+    "learning rate finder ddp": "scaling",
 }
 """What people wrote who have not read the pages, and a page that has to be among the results."""
 
