@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_gradavg._lightning.internals import set_ddp_options
 from lightning_gradavg._lightning.launch import plain, require_launch
 from lightning_gradavg._lightning.loaders import loader_batch_size
 from lightning_gradavg._lightning.options import Options, StrategyFacts, options_of_ddp
@@ -198,6 +197,9 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         if gradient_as_bucket_view is None:
             # DDP divides by W where a gradient is a view, and multiplies by 1/W where it is not: other bits.
             gradient_as_bucket_view = options.rule != RULES["mean"] and not reproducible
+        ddp_options = dict(self._ddp_given)
+        if gradient_as_bucket_view:
+            ddp_options["gradient_as_bucket_view"] = True
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -213,7 +215,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             start_method=start_method,
             **ddp_options,  # by this name, from which jsonargparse learns which options DDP has
         )
-        set_ddp_options(self, self._ddp_given, gradient_as_bucket_view=gradient_as_bucket_view)
         self._options = options
         self._plain = plain(given)
         self._log_hyperparams = log_hyperparams

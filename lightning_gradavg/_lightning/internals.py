@@ -114,15 +114,6 @@ def view_gradients(strategy: Any) -> None:
     strategy._ddp_kwargs.setdefault("gradient_as_bucket_view", True)
 
 
-def set_ddp_options(strategy: Any, options: Mapping[str, Any], *, gradient_as_bucket_view: bool) -> None:
-    """Set what a strategy passes on to DDP."""
-    # Private: `DDPStrategy._ddp_kwargs` (L), which `DDPStrategy._setup_model` passes on. Without it gradients are no
-    # views of buckets. The constructor gets what the user gave, and by that name: jsonargparse follows it.
-    strategy._ddp_kwargs = dict(options)
-    if gradient_as_bucket_view:
-        strategy._ddp_kwargs["gradient_as_bucket_view"] = True
-
-
 def set_device_mesh(module: Any, mesh: Any) -> None:
     """Give a module the mesh that its `configure_model` shards over, as `ModelParallelStrategy` does."""
     # Private: `LightningModule._device_mesh` (L), which the property `device_mesh` reads. Without it the one process of
