@@ -215,6 +215,7 @@ def trainer_on(device: str, path: Path, strategy: Any, *callbacks: Callback, **o
     options |= {**path.trainer, "callbacks": [*callbacks]}
     if device == "cpu":
         options.pop("precision", None)
+        options.pop("sync_batchnorm", None)  # DDP refuses it there
     accelerator = {"cpu": "cpu", "sim": SimAccelerator(), "cuda": OneGpu()}[device]
     return make_trainer(strategy, nodes=path.nodes, accelerator=accelerator, max_epochs=1, **options)
 
@@ -283,6 +284,7 @@ def in_a_loop(path: Path, device: str, counts: Mapping[str, Count]) -> Found:
 
 FOUR = (0, 0, 1, 1)
 WINDOW: Mapping[str, Any] = {"accumulate_grad_batches": 4}
+SYNCHRONIZED: Mapping[str, Any] = {"sync_batchnorm": True}
 NAN = (ValueError, "on rank 1: weight nan is not a finite number")
 
 
@@ -326,6 +328,7 @@ PATHS: Mapping[str, Path] = {
     "data_parallel": Path(fit, {"equivalent_to": "data_parallel", "num_replicas": 4}),
     "reproducible": Path(fit, {"num_replicas": 4, "reproducible": True}, tolerance=0),
     "single_device": Path(fit, {"equivalent_to": "single_device"}),
+    "single_device, sync_batchnorm": Path(fit, {"equivalent_to": "single_device"}, trainer=SYNCHRONIZED),
     "exact_evaluation": Path(evaluate, {"exact_evaluation": True}),
     "monitor": Path(fit, WEIGHTED, weighed, callbacks=(MONITOR,)),
     "NaN weight": Path(fit, WEIGHTED, partial(odd, weight=math.nan), raises=NAN),
@@ -410,6 +413,13 @@ def test_a_path_that_only_a_gpu_can_judge_runs_on_the_cpu(name: str, world: Worl
     for outcome, _ in world(2).run(on_the_cpu, name):
         assert STEPS <= len(outcome)
         assert all(gradient.isfinite().all() for gradient in outcome)
+
+
+def test_a_replica_normalizes_no_other_rows(sim_world: Worlds) -> None:
+    """The Trainer makes synchronized layers of batch norm after the strategy's first look at the module."""
+    path = Path(fit, {"equivalent_to": "data_parallel"}, trainer=SYNCHRONIZED)
+    with pytest.raises(RankError, match="SyncBatchNorm in net.1: with equivalent_to='data_parallel'"):
+        sim_world(2).run(fit, path, "sim", {})
 
 
 def rows_beside_the_model() -> tuple[list[list[float]], int, int]:

@@ -49,19 +49,6 @@ def store_of_world() -> Any:
     return dist.distributed_c10d._world.pg_map[world][1]
 
 
-def syncs_batch_norm(strategy: Any) -> bool:
-    """Return whether `Trainer(sync_batchnorm=True)` is about to convert batch norm."""
-    # Private: `ParallelStrategy._layer_sync` (L). Without it a fit under replicas fails with an AttributeError. The
-    # Trainer keeps its option nowhere else.
-    return strategy._layer_sync is not None
-
-
-def leave_batch_norm_alone(strategy: Any) -> None:
-    """Have Lightning keep batch norm as it is."""
-    # Private: `ParallelStrategy._layer_sync` (L), which `DDPStrategy.setup` reads.
-    strategy._layer_sync = None
-
-
 def injects_samplers(trainer: Any) -> bool:
     """Return whether Lightning gives every loader a distributed sampler."""
     # Private: `Trainer._accelerator_connector` (L). Without it a fit that splits batches fails with an AttributeError.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_gradavg._lightning.internals import BatchNorm, syncs_batch_norm
+from lightning_gradavg._lightning.internals import BatchNorm
 from lightning_gradavg._lightning.options import Options
 from lightning_gradavg._lightning.part import Run
 
@@ -108,10 +108,7 @@ def _problems_of_batch_norm(run: Run, options: Options) -> list[str]:
     problems: list[str] = []
     norms = {name: layer for name, layer in run.module.named_modules() if isinstance(layer, BatchNorm)}
     if not options.one_device:
-        # `Trainer(sync_batchnorm=True)` converts all of them, but later, in `Strategy.setup`.
-        synchronized = list(norms)
-        if not syncs_batch_norm(run.trainer.strategy):
-            synchronized = [name for name, layer in norms.items() if isinstance(layer, nn.SyncBatchNorm)]
+        synchronized = [name for name, layer in norms.items() if isinstance(layer, nn.SyncBatchNorm)]
         if synchronized:
             problems.append(
                 f"SyncBatchNorm in {', '.join(synchronized)}: with equivalent_to='data_parallel' every replica"

@@ -18,7 +18,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_gradavg._lightning.internals import leave_batch_norm_alone
 from lightning_gradavg._lightning.methods import logged_as
 from lightning_gradavg._lightning.options import Options
 from lightning_gradavg._lightning.part import Part, Run
@@ -69,9 +68,17 @@ class OneForward(Part):
         """Refuse what cannot be served. DDP, which wraps the module next, has objections of its own."""
         super().setup(run)
         if run.trainer.state.fn == TrainerFn.FITTING:
-            require_none(run, self._options, static_graph=self._static_graph)
+            self._require_no_obstacle(run)
             for remark in remarks(run.module, self._options, world_size=run.world.size):
                 rank_zero_warn(remark)
+
+    def configure_ddp(self, run: Run) -> None:
+        """Refuse what Lightning has made of the module: `Trainer(sync_batchnorm=True)` has converted batch norm."""
+        super().configure_ddp(run)
+        self._require_no_obstacle(run)
+
+    def _require_no_obstacle(self, run: Run) -> None:
+        require_none(run, self._options, static_graph=self._static_graph)
 
     def num_replicas(self, world_size: int) -> int:
         """Return the number of chunks that each loader batch is computed in."""
@@ -130,12 +137,6 @@ class Replicas(OneForward):
         """Run steps in pieces by the strategy's options."""
         super().__init__(options, static_graph=static_graph)
         self._replacements = ExitStack()
-
-    def setup(self, run: Run) -> None:
-        """Keep Lightning from converting batch norm: this part also serves CPUs and ranks without samples."""
-        if self._options.one_device:
-            leave_batch_norm_alone(run.trainer.strategy)
-        super().setup(run)
 
     def configure_ddp(self, run: Run) -> None:
         """Prepare the pieces of a run. A collective operation."""
