@@ -152,13 +152,6 @@ class TrainingLoop:
         return None
 
     @property
-    def structure(self) -> Any:
-        """The structure of the loaders and their batches: a `TreeSpec` of `torch.utils._pytree`."""
-        # Private: `CombinedLoader._spec` (L). Without it a fit with several split loaders fails. It is torch's
-        # `TreeSpec`, whose module is private, too.
-        return self._loop._combined_loader._spec
-
-    @property
     def epoch_ended(self) -> bool:
         """Whether the epoch trains on no further batch, although loaders may have some, or fewer than they said."""
         # After the last batch, Lightning counts the epoch as processed, and calls its hooks then. Before the first one,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -23,6 +24,7 @@ from lightning_gradavg._support.random_state import (
     stream_key,
 )
 from lightning_gradavg._support.text import listed_ranks
+from lightning_gradavg._support.tree import leaves, mapped
 from lightning_gradavg.batches.chunks import STAND_IN, Chunk, Piece, Pieces, Split
 from lightning_gradavg.batches.joined import FetchRecord, JoinedLoader, join
 from lightning_gradavg.batches.loader import compare_at_times
@@ -386,22 +388,16 @@ class SplitBatches(Batches):
 
     def _pieces_of_loaders(self, batch: Any) -> Pieces | None:
         """Return the pieces of a batch, each in the structure of the loaders; None if the batch is one piece."""
-        structure = self.run.loop.structure
-        try:
-            of_loaders = structure.flatten_up_to(batch)
-        except ValueError:
-            return None  # a user has another batch moved
-        counts = {len(part) for part in of_loaders if isinstance(part, Pieces)}
-        if not counts:
-            return None
         fetched = [of_loader for of_loader in self._fetched(self.run.loop.ready) if of_loader is not None]
-        _require_same_layout([of_loader.read.record.chunk for of_loader in fetched])
-        (count,) = counts
+        chunks = [of_loader.read.record.chunk for of_loader in fetched]
+        if all(len(chunk.pieces) == 1 for chunk in chunks):
+            return None
+        if not any(_are_pieces(leaf) for _, leaf in leaves(batch, is_leaf=_are_pieces)):
+            return None  # a user has another batch moved
+        _require_same_layout(chunks)
         pieces = Pieces()
-        for index in range(count):
-            # A loader that has no more yields None.
-            parts = [part[index] if isinstance(part, Pieces) else part for part in of_loaders]
-            pieces.append(structure.unflatten(parts))
+        for index in range(len(chunks[0].pieces)):
+            pieces.append(mapped(batch, partial(_piece_of, index), is_leaf=_are_pieces))
         return pieces
 
     def transferring(self, batch: object) -> AbstractContextManager[None]:
@@ -584,6 +580,18 @@ class SeededByOrder(LoaderWrapper):
 
     def __len__(self) -> int:
         return len(self.loader)
+
+
+def _are_pieces(part: object) -> bool:
+    """Return whether a part of what Lightning's loader yields is what one split loader yields, in several pieces."""
+    return isinstance(part, Pieces)
+
+
+def _piece_of(index: int, part: object) -> object:
+    """Return the piece of this number of what one loader yields: None, where it has no more."""
+    if isinstance(part, Pieces):
+        return part[index]
+    return part
 
 
 def _has_hooks(run: Run, *names: str) -> bool:
