@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:  # the core, which touches names of torch, works without Lightning and torchmetrics
-    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
     from lightning.pytorch.trainer.states import RunningStage
     from torchmetrics import Metric
 
@@ -280,18 +279,18 @@ class EvaluationPass:
 
     def __init__(self, trainer: Any) -> None:
         # Private: `_combined_loader` of the loops and `CombinedLoader._mode` (L). Without them exact evaluation fails
-        # when a pass begins.
-        self._trainer = trainer
+        # when a pass begins. Public are the loaders, as `trainer.val_dataloaders`, and not how they are combined.
         self._loop = _evaluation_loop_of(trainer)
         combined = self._loop._combined_loader
         self.mode: str = combined._mode
         self.loaders: list[Any] = list(combined.flattened)
 
     @property
-    def results(self) -> dict[str, _ResultMetric]:
-        """What was logged, by Lightning's key."""
-        # Private: `_EvaluationLoop._results` (L). Without it exact evaluation fails at the end of a loader.
-        results: dict[str, _ResultMetric] = self._loop._results
+    def results(self) -> dict[str, Any]:
+        """What was logged, by Lightning's key: entries of its class `_ResultMetric`."""
+        # Private: `_EvaluationLoop._results` (L). Without it exact evaluation fails at the end of a loader. Public are
+        # the values, `trainer.callback_metrics`, and not the sums and numbers of samples that they come from.
+        results: dict[str, Any] = self._loop._results
         return results
 
     def index_in_results(self, loader_index: int) -> int | None:
@@ -305,8 +304,10 @@ class EvaluationPass:
         """The predictions per loader that the Trainer returns, if any."""
         if not self._loop.return_predictions:
             return []
-        # Private: `_PredictionLoop._predictions` (L). Its public property drops the outer list for a single loader.
-        predictions: list[list[Any]] = self._loop._predictions
+        # The property drops the outer list for a single loader.
+        predictions: list[Any] = self._loop.predictions
+        if len(self.loaders) == 1:
+            return [predictions]
         return predictions
 
     def call_at_end(self, end: Callable[[], None]) -> None:
@@ -316,7 +317,8 @@ class EvaluationPass:
         compute less than the others.
         """
         # Private: `_EvaluationLoop.on_run_end` and `_store_dataloader_outputs` (L). Without the former, exact
-        # evaluation fails at the end of a pass; without the latter, results are stored twice.
+        # evaluation fails at the end of a pass; without the latter, results are stored twice. The first public hook
+        # after the last batch, `on_validation_epoch_end`, comes when results are computed, and is the user's, too.
         loop = self._loop
 
         def end_run() -> Any:
@@ -329,13 +331,11 @@ class EvaluationPass:
 
     def store_results(self, loader_index: int) -> None:
         """Compute what was logged of a loader, unless it is computed already, and have the Trainer return it."""
-        # Private: `_EvaluationLoop._results`, `_logged_outputs` and `Trainer._logger_connector` (L). Without them
-        # exact evaluation fails at the end of a loader.
+        # Private: `_EvaluationLoop._results` and `_store_dataloader_outputs` (L). Without them exact evaluation fails
+        # at the end of a loader. The method of the class: `call_at_end` has replaced that of the loop.
         loop = self._loop
-        connector = self._trainer._logger_connector
         loop._results.dataloader_idx = self.index_in_results(loader_index)
-        connector.epoch_end_reached()
-        loop._logged_outputs.append(connector.update_eval_epoch_metrics())
+        type(loop)._store_dataloader_outputs(loop)
 
 
 def _restore(loop: Any) -> None:
@@ -355,9 +355,14 @@ def restore_evaluation_loops(trainer: Any) -> None:
         _restore(loop)
 
 
-def sendable(entry: _ResultMetric) -> _ResultMetric:
-    """Return a copy of what was logged that can be sent: on the CPU, and without what reduces it, or its metric."""
-    # Private: `_ResultMetric` (L), the type of the entry. Without it exact evaluation fails where something is logged.
+def sendable(entry: Any) -> Any:
+    """Return a copy of what was logged that can be sent: on the CPU, and without what reduces it, or its metric.
+
+    Args:
+        entry: One of `EvaluationPass.results`.
+    """
+    # Documented nowhere: `meta` and `is_tensor` of an entry (L). Without them exact evaluation fails where something is
+    # logged.
     sync = type(entry.meta.sync)()
     sync.should = entry.meta.sync.should
     meta = copy(entry.meta)
