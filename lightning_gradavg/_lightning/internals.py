@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from enum import Enum, auto
@@ -30,7 +30,6 @@ from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:  # the core, which touches names of torch, works without Lightning and torchmetrics
     from lightning.pytorch.trainer.states import RunningStage
-    from torchmetrics import Metric
 
 # The base of all batch norms, also of SyncBatchNorm, has no public name of its own.
 BatchNorm: Any = nn.BatchNorm1d.__base__
@@ -380,20 +379,12 @@ SYNC = "_sync_dist"
 """How a metric of torchmetrics reduces its states over the ranks."""
 REDUCTIONS = "_reductions"
 """The reduction of each state."""
-# Private: `Metric._update_count` and `Metric._computed` (M). Setting them under another name would do nothing: a
-# stand-in would count as an update, and a restored metric return its last value.
-UPDATES = "_update_count"
-"""How often a metric was updated."""
+# Private: `Metric._computed` (M). Setting another name would do nothing: a rank that has not updated a metric since it
+# was computed would return the old value, and the others wait for it. Only `reset` and an update forget it, which
+# change the states, too; without a cache at all (`compute_with_cache`), a value that a user asks for again on one rank
+# would hang.
 COMPUTED = "_computed"
 """The last value of a metric; None if it is to be computed anew."""
-
-
-def restore_metric(metric: Metric, states: Mapping[str, Any], updates: int) -> None:
-    """Give a metric earlier states and number of updates; its `reset` gives it the first ones."""
-    for name, value in states.items():
-        setattr(metric, name, value)
-    setattr(metric, UPDATES, updates)
-    setattr(metric, COMPUTED, None)
 
 
 def forget_noted_indices(batch_sampler: Any) -> list[Any]:

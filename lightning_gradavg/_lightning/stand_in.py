@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_gradavg._lightning.internals import buffers_of, restore_metric
+from lightning_gradavg._lightning.internals import COMPUTED, buffers_of
 from lightning_gradavg._lightning.methods import logged_as
 
 __all__ = ["NEUTRAL", "buffers_kept", "metrics_kept", "reduction_name", "stand_in"]
@@ -113,20 +113,27 @@ def metrics_kept(module: nn.Module, is_merged: Callable[[Metric], bool] = lambda
     """
     metrics = [submodule for submodule in module.modules() if isinstance(submodule, Metric)]
     states_before = [_copied_states(metric) for metric in metrics]
-    updates_before = [metric.update_count for metric in metrics]
+    attributes_before = [dict(vars(metric)) for metric in metrics]
     try:
         yield
     finally:
-        for metric, states, updates in zip(metrics, states_before, updates_before, strict=True):
+        for metric, states, attributes in zip(metrics, states_before, attributes_before, strict=True):
             if is_merged(metric):
-                restore_metric(metric, states, updates)
-                continue
-            for name, after in metric.metric_state.items():
-                if isinstance(after, list):
-                    # torchmetrics gathers a list item by item, so an item without rows stands for each new one.
-                    added = after[len(states[name]) :]
-                    states[name] += [torch.atleast_1d(item)[:0] for item in added]
-            restore_metric(metric, states, metric.update_count)
+                # The number of updates is among them, which only an update changes, or `reset`.
+                vars(metric).update(attributes)
+            else:
+                _add_empty_items(metric, states)
+            for name, state in states.items():
+                setattr(metric, name, state)
+            setattr(metric, COMPUTED, None)
+
+
+def _add_empty_items(metric: Metric, states: dict[str, Any]) -> None:
+    """Add an item without rows to earlier states for each item that was added to them: torchmetrics gathers them so."""
+    for name, after in metric.metric_state.items():
+        if isinstance(after, list):
+            added = after[len(states[name]) :]
+            states[name] += [torch.atleast_1d(item)[:0] for item in added]
 
 
 def _copied_states(metric: Metric) -> dict[str, Any]:
