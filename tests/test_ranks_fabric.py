@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import re
+import warnings
 import weakref
 from collections.abc import Callable
 from contextvars import copy_context
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed.algorithms import Join
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -159,11 +161,33 @@ def test_gradients_that_no_bucket_has_reduced():
 
 
 @on_ranks()
+def test_a_hook_that_gets_no_bucket():
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        loop, _, model, x = begin()
+    with pytest.raises(TypeError, match="optimize_ddp='python_reducer', which gives a communication hook no bucket"):
+        loop.backward(model(x).mean(), weight=len(x))
+
+
+@on_ranks()
+def test_torch_refuses_an_optimizer_in_the_backward():
+    """It would step before the rule is applied. DDP registers a hook of its own for it, beside the rule's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a deprecated class in the module, when it is imported
+        from torch.distributed.optim import _apply_optimizer_in_backward  # noqa: PLC0415  # as above
+    _, _, model, x = begin()
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1.0})
+    with pytest.raises(RuntimeError, match="register_comm_hook or register_builtin_comm_hook can only be called once"):
+        model(x)
+
+
+@on_ranks()
 def test_joined_inputs_are_refused():
     """A rank that shadows the others sends no row that they wait for."""
-    _, _, model, x = begin()
-    with pytest.raises(RuntimeError, match=r"within DistributedDataParallel\.join"), model.join():
-        model(x)
+    _, _, model, _ = begin()
+    with pytest.raises(RuntimeError, match=r"within DistributedDataParallel\.join"):
+        model.join()
+    with pytest.raises(RuntimeError, match=r"within DistributedDataParallel\.join"):
+        Join([model])
 
 
 @on_ranks()
@@ -479,19 +503,10 @@ def test_models_that_cannot_be_served():
     mixed.mixed_precision = object()  # DDP takes one on an accelerator
     with pytest.raises(ValueError, match="mixed_precision= of DistributedDataParallel"):
         reducer.register(mixed)
-    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        compiled = DistributedDataParallel(OneWeight())
-    with pytest.raises(ValueError, match="optimize_ddp='python_reducer', which calls no communication hook"):
-        reducer.register(compiled)
     hooked = DistributedDataParallel(OneWeight())
     hooked.register_comm_hook(None, allreduce_hook)
     with pytest.raises(RuntimeError, match="register_comm_hook or register_builtin_comm_hook can only be called once"):
         reducer.register(hooked)
-    stepping = OneWeight()
-    # As torch's `_apply_optimizer_in_backward` leaves a parameter; its module warns when it is imported.
-    vars(stepping.w)["_in_backward_optimizers"] = []
-    with pytest.raises(ValueError, match="an optimizer that is applied in the backward, as to 'w'"):
-        reducer.register(DistributedDataParallel(stepping))
     first = DistributedDataParallel(OneWeight())
     reducer.register(first)
     with pytest.raises(ValueError, match="reduced over one process group: use a reducer for each"):

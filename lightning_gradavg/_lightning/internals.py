@@ -525,29 +525,6 @@ def parameters_known_to(model: Any) -> int:
     return int(model._get_ddp_logging_data()["num_parameter_tensors"])
 
 
-def uses_python_reducer(model: Any) -> bool:
-    """Return whether DDP leaves the reduction to a compiled backward."""
-    # Private: `DistributedDataParallel._use_python_reducer` (T). Without it no rule is refused there, and the ranks'
-    # gradients would be averaged. DDP reads the option when it is made, and it may have changed since.
-    return bool(getattr(model, "_use_python_reducer", False))
-
-
-def applies_in_backward(parameter: Any) -> bool:
-    """Return whether an optimizer steps on a parameter within the backward."""
-    # Private: `Tensor._in_backward_optimizers`, which `_apply_optimizer_in_backward` sets (T). Without it such an
-    # optimizer steps on gradients that are not reduced, as DDP overlaps it with the reduction. The function is private
-    # itself.
-    return hasattr(parameter, "_in_backward_optimizers")
-
-
-def joins_inputs(model: Any) -> bool:
-    """Return whether the wrapped model is within `DistributedDataParallel.join`."""
-    # Private: `DistributedDataParallel._join_config` (T). Without it a join is not refused under a rule, and the ranks
-    # that shadow others send no row: the others wait. `join` is public, and whether a model
-    # is within it is not.
-    return bool(getattr(getattr(model, "_join_config", None), "enable", False))
-
-
 # Private: `Tensor._version` (T). Without it a change in place is not seen: an AttributeError in the first step. To
 # compare values, the host would wait for the accelerator.
 version_of = attrgetter("_version")

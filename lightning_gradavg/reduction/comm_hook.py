@@ -12,11 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gradavg._lightning.internals import (
-    after_backward,
-    applies_in_backward,
-    uses_python_reducer,
-)
+from lightning_gradavg._lightning.internals import after_backward
 from lightning_gradavg._support.collectives import backend_of
 from lightning_gradavg.hooks import scale_bucket, scaled_sum
 from lightning_gradavg.reduction.gradients import ignored_parameters
@@ -35,6 +31,11 @@ _UNWEIGHED = (
     "a backward reduced gradients of the model whose loss was not weighed, so the rule would not be theirs. Call"
     " self.manual_backward, fabric.backward or GradAvgReducer.weigh(...).backward() with weight= instead of"
     " loss.backward()."
+)
+
+_NO_BUCKET = (
+    "DistributedDataParallel was made under torch._dynamo.config.optimize_ddp='python_reducer', which gives a"
+    " communication hook no bucket. Use another value, such as True."
 )
 
 Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
@@ -81,6 +82,9 @@ class CommHook:
         # DDP's `_check_comm_hook` reads the name and the annotations of a hook. So it refuses partial functions,
         # callable objects, and annotations that are strings, as in this module.
         def reduce_bucket(_: object, bucket: dist.GradBucket) -> Future[Tensor]:
+            if not isinstance(bucket, dist.GradBucket):
+                # DDP calls it from Python then, with a gradient and its parameter, and drops what it returns.
+                raise TypeError(_NO_BUCKET)
             factor = self._factor()
             if hook is None:
                 assert factor is not None
@@ -147,17 +151,6 @@ def require_hookable(model: DistributedDataParallel, rule: Rule) -> None:
             f"{where} mixed_precision= of DistributedDataParallel, which has a hook of its own. Use the precision of"
             " the Trainer or of Fabric, or torch.autocast."
         )
-    if uses_python_reducer(model):
-        raise ValueError(
-            f"{where} torch._dynamo.config.optimize_ddp='python_reducer', which calls no communication hook. Use"
-            " another value, such as True."
-        )
-    for name, parameter in model.module.named_parameters():
-        if applies_in_backward(parameter):
-            raise ValueError(
-                f"{where} an optimizer that is applied in the backward, as to {name!r}: it would step before the rule"
-                " is applied. Step after the backward."
-            )
 
 
 def _raise_unweighed() -> None:

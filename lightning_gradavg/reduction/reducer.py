@@ -6,6 +6,7 @@ import math
 import warnings
 import weakref
 from functools import partial
+from typing import NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_gradavg._lightning.internals import after_backward, joins_inputs, parameters_known_to
+from lightning_gradavg._lightning.internals import after_backward, parameters_known_to
 from lightning_gradavg._support.collectives import Contribution, World
 from lightning_gradavg._support.place import places_on_nodes
 from lightning_gradavg._support.tree import leaves
@@ -181,6 +182,8 @@ class GradAvgReducer:
         registered.reduces = bool(model.require_forward_param_sync)
         hook.window = registered.window
         hook.register(model)
+        # `torch.distributed.algorithms.Join` asks every model that it joins for a hook.
+        vars(model)["join_hook"] = partial(_refuse_join, self._rule.name)
         model.register_forward_hook(partial(self._on_forward, registered))
         BypassGuard(registered.gradients.leaves(), self._rule.name, self._is_in_backward)
 
@@ -193,11 +196,6 @@ class GradAvgReducer:
         """Note whether DDP will reduce, and find out when a backward reaches the model: through its output."""
         if not torch.is_grad_enabled():
             return
-        if joins_inputs(model):
-            raise RuntimeError(
-                f"reduction={self._rule.name!r} within DistributedDataParallel.join, whose ranks without inputs send"
-                " nothing that the others wait for. Give such a rank a loss of weight=0, and leave join out."
-            )
         registered.reduces = bool(model.require_forward_param_sync)
         for _, leaf in leaves(output):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
@@ -331,6 +329,14 @@ class GradAvgReducer:
         if running is not None:
             for model in running.reached:
                 model.window.abandon()
+
+
+def _refuse_join(rule: str, **_: object) -> NoReturn:
+    """Stand for the `join_hook` of a model whose gradients a rule reduces."""
+    raise RuntimeError(
+        f"reduction={rule!r} within DistributedDataParallel.join, whose ranks without inputs send nothing that the"
+        " others wait for. Give such a rank a loss of weight=0, and leave join out."
+    )
 
 
 def _require_known_parameters(model: DistributedDataParallel, world: World) -> None:
