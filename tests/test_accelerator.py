@@ -418,7 +418,7 @@ def test_a_path_that_only_a_gpu_can_judge_runs_on_the_cpu(name: str, world: Worl
 def test_a_replica_normalizes_no_other_rows(sim_world: Worlds) -> None:
     """The Trainer makes synchronized layers of batch norm after the strategy's first look at the module."""
     path = Path(fit, {"equivalent_to": "data_parallel"}, trainer=SYNCHRONIZED)
-    with pytest.raises(RankError, match="SyncBatchNorm in net.1: with equivalent_to='data_parallel'"):
+    with pytest.raises(RankError, match=r"SyncBatchNorm in net\.1: with equivalent_to='data_parallel'"):
         sim_world(2).run(fit, path, "sim", {})
 
 

@@ -374,7 +374,8 @@ def sendable(entry: Any) -> Any:
 
 
 # Private: `Metric._sync_dist` and `Metric._reductions` (M). Without them exact evaluation fails where a metric is
-# logged.
+# logged. A public `dist_sync_fn` gets one tensor, and neither its state's name nor how often the metric was updated; no
+# public name tells the reduction that `add_state` was given.
 SYNC = "_sync_dist"
 """How a metric of torchmetrics reduces its states over the ranks."""
 REDUCTIONS = "_reductions"
@@ -401,7 +402,7 @@ def forget_noted_indices(batch_sampler: Any) -> list[Any]:
 def cloned(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
     """Return a copy of a `DataLoader` of any subclass with other attributes and without its worker processes."""
     # Private: `DataLoader._iterator` (T), which holds workers that persist. Without it two loaders read from them. A
-    # shallow copy would share it.
+    # shallow copy would share it, and `DataLoader` has no method that ends workers.
     # The constructor of a subclass may take anything, and `DataLoader.__setattr__` refuses a sampler.
     clone = object.__new__(type(loader))
     clone.__dict__.update(loader.__dict__)
@@ -507,7 +508,7 @@ def in_reentrant_checkpoint() -> bool:
     if torch.is_grad_enabled():
         return False
     # Private: `torch.utils.checkpoint.CheckpointFunction` (T). Without it no `gather` or batch norm over all ranks runs
-    # without gradients in a step.
+    # without gradients in a step. Torch tells nobody that a checkpoint runs; gradients are off under `no_grad`, too.
     checkpointed = torch.utils.checkpoint.CheckpointFunction.forward.__code__
     frame = inspect.currentframe()
     while frame is not None:
@@ -526,7 +527,8 @@ def parameters_known_to(model: Any) -> int:
 
 
 # Private: `Tensor._version` (T). Without it a change in place is not seen: an AttributeError in the first step. To
-# compare values, the host would wait for the accelerator.
+# compare values, the host would wait for the accelerator. `torch.autograd.graph` has a function that raises a version,
+# and none that reads it.
 version_of = attrgetter("_version")
 """Returns how often a tensor was written in place."""
 
@@ -584,7 +586,8 @@ def sharded_modules(module: nn.Module) -> list[Any]:
 def _parameter_groups(module: Any) -> list[Any]:
     """Return the groups of parameters that a sharded module gathers and reduces together."""
     # Private: `FSDPModule._get_fsdp_state` (T), `FSDPState._fsdp_param_group` (torch 2.6.0) and `_fsdp_param_groups`
-    # (torch 2.13.0). Without them no rule but the plain mean works on shards.
+    # (torch 2.13.0). Without them no strategy of shards begins a run. Public are setters of a factor alone, and one
+    # that is set has FSDP2 multiply within the collective, which gloo does not do.
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
