@@ -186,7 +186,6 @@ from verified_runs import (
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.verify.causes import CAUSES
 from lightning_gradavg.verify.judge import judge
-from lightning_gradavg.verify.precisions import plugin_of
 from lightning_gradavg.verify.recorder import Recorder
 from lightning_gradavg.verify.records import Record
 from lightning_gradavg.verify.run import record_run
@@ -861,6 +860,9 @@ NOT_SHOWN = {
     ),
     "an operator draws what it does not return (aten.rrelu_with_noise": Run(lambda: make_layers(nn.RReLU())),
     "one draw for a whole batch (aten.normal_)": Run(optimizer=make_langevin),
+    "one draw for a whole batch (in a communication hook)": Run(
+        strategy=with_hook(make_communication_hook(lambda bucket: bucket + 1e-6 * torch.rand(len(bucket))))
+    ),
     "collate_fn draws random numbers": make_sampled_run(loader=make_plain_loader(collate_fn=collate_in_random_order)),
     "a batch of another size draws other random numbers (aten.bernoulli_)": make_sampled_run(
         make_words, drop_word_by_word, load_texts, says=["; drawn in ", "dropout(row"]
@@ -922,8 +924,7 @@ def record_ranks_run(name: str) -> Record:
     environment = RankEnvironment()
     plugins = [*options["plugins"], environment]
     options = {**options, "plugins": plugins, "devices": environment.ranks_on_node}
-    recorder = Recorder(run.steps, plugin_of(plugins, run.precision))
-    return record_run(recorder, run.strategy(), options, module, data)
+    return record_run(Recorder(run.steps, run.precision), run.strategy(), options, module, data)
 
 
 ALSO_SHOWN_BY_OTHERS = (

@@ -60,8 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         "--precision",
         default="64-true",
         metavar="NAME",
-        help="what both runs compute in: 64-true (default), 32-true for models that cannot compute in float64, or"
-        " bf16-mixed, 16-mixed or bf16-true for faults of low precision",
+        help="what both runs compute in: 64-true (default), or 32-true for models that cannot compute in float64",
     )
     settings.add_argument(
         "--tolerance",

@@ -37,9 +37,7 @@ def verify(
         devices: The number of processes.
         steps: The number of global batches.
         tolerance: The largest relative difference that counts as equal; default: 1e-8, in "32-true" 1e-4.
-        precision: What both runs compute in: "64-true", or "32-true" for models that cannot compute in float64, or
-            "bf16-mixed", "16-mixed" or "bf16-true" for faults of low precision. What counts as equal there is what
-            rounding explains, measured on the model.
+        precision: What both runs compute in: "64-true", or "32-true" for models that cannot compute in float64.
         seed: The seed that every process sets before it builds the model.
         **trainer_options: Further options of the Trainer.
 

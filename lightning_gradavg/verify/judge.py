@@ -5,20 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 from torch import Tensor
 
-from lightning_gradavg.verify.comparison import (
-    Rounding,
-    Seen,
-    compare_records,
-    measure_rounding,
-    stages_with_numbers,
-)
+from lightning_gradavg.verify.comparison import Seen, compare_records, stages_with_numbers
 from lightning_gradavg.verify.evidence import Evidence
 from lightning_gradavg.verify.gradients import Explanation, explain_gradient
-from lightning_gradavg.verify.precisions import is_measured
 from lightning_gradavg.verify.reading import compare_readings
 from lightning_gradavg.verify.records import Record, Refused, join_shards
 from lightning_gradavg.verify.report import STAGES, Baseline, Finding, Report
@@ -98,7 +90,6 @@ class _Judge:
         self._twin = twin
         self._tolerance = tolerance
         self._facts = records[0].facts
-        self._rounding: Rounding | None = None  # what it explains, where that is measured
 
     def report(self) -> Report:
         """Compare, and put together what was found."""
@@ -107,8 +98,6 @@ class _Judge:
         equal_steps = steps
         remarks = list(self._records[0].remarks)
         stages = tuple(STAGES)  # that can be compared
-        if is_measured(self._twin.precision):
-            stages = stages[:-1]  # values that are logged have no rounding that is measured
         for record in (alone, *self._records):
             if record.draws_problem:
                 # Ranks draw other numbers than one process then, so what depends on them differs for no other reason.
@@ -117,8 +106,6 @@ class _Judge:
         findings: list[Finding] = []
         try:
             findings += self._differences_between_ranks(stages)
-            if is_measured(self._twin.precision) and stages != _BESIDE_DRAWS:
-                self._rounding = self._measured_rounding(alone)
             seen = self._first_difference(alone, stages)
             if seen is not None:
                 equal_steps = seen.step
@@ -162,16 +149,9 @@ class _Judge:
         batch = sum(taken.rank_batch.size for taken in self._twin.group_of_step(0))
         return Baseline(batch, alone.reading.batch_size, self._facts.accumulation)
 
-    def _measured_rounding(self, alone: Record) -> Rounding:
-        """Return what rounding explains, by training one process in float64, too."""
-        exact = replace(self._twin, precision="64-true").train()
-        if exact.draws_problem:
-            raise Refused(exact.draws_problem)
-        return measure_rounding(alone, exact)
-
     def _first_difference(self, alone: Record, stages: Sequence[str]) -> Seen | None:
         """Return the first difference in training to a run on one process, of stages that can be compared."""
-        for seen in compare_records(self._records[0], alone, self._tolerance, self._rounding):
+        for seen in compare_records(self._records[0], alone, self._tolerance):
             if seen.stage in stages:
                 return seen
         if alone.problem:
@@ -195,13 +175,12 @@ class _Judge:
 
     def _of_gradient(self, seen: Seen) -> Explanation:
         """Return why a reduced gradient differs."""
-        if self._facts.automatic and not is_measured(self._twin.precision):
+        if self._facts.automatic:
             return explain_gradient(Evidence(self._twin, seen, self._tolerance), seen, self._records)
         factor = seen.difference.factor
         if factor is not None:
             return Explanation("multiple", f"the gradient is {factor:.4g} x that of one process")
-        known = "in manual optimization, and in 16 bits, only a common factor would be known"
-        return Explanation("unexplained", known)
+        return Explanation("unexplained", "in manual optimization only a common factor would be known")
 
     def _require_difference_in_windows(self, step: int) -> None:
         """Raise `Refused` if one process that takes windows, too, trains as the run does.

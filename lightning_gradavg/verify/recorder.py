@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import DoublePrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -76,7 +77,7 @@ class Recorder(Callback):
 
     Args:
         most_steps: The number of steps after which the run ends.
-        plugin: The precision plugin that the Trainer is to have, of which a method is replaced.
+        precision: What the run computes in, "64-true" or "32-true".
         reads: Whether to read an epoch of the user's loader by its indices at the end.
 
     Attributes:
@@ -84,18 +85,18 @@ class Recorder(Callback):
         running: The samples that are computed.
         mode: The mode in which a batch is computed.
         loading: What batches are made of.
-        plugin: The precision plugin that the Trainer is to have.
+        plugin: The precision plugin that the Trainer is to have. A method of it is replaced.
     """
 
     trainer: Trainer
     module: LightningModule
 
-    def __init__(self, most_steps: int, plugin: Any, *, reads: bool = True) -> None:
+    def __init__(self, most_steps: int, precision: str, *, reads: bool = True) -> None:
         self._most_steps = most_steps
         self._reads = reads
         self._loader: Any = None  # the user's
         self.loading = Loading()
-        self.mode = Draws(double=plugin.precision == "64-true")
+        self.mode = Draws(double=precision == "64-true")
         self.record = Record()
         # Of the step that is not ended yet.
         self._window: list[RankBatch] = []
@@ -107,8 +108,10 @@ class Recorder(Callback):
         self._batch_scope = ExitStack()
         # Lightning's loop calls `convert_input` of the precision plugin before any hook of a batch, so there the batch
         # is still the object that the loader made.
-        self.plugin = plugin
-        self._convert_input: Callable[[object], object] = plugin.convert_input
+        self.plugin: Any = Precision()
+        if self.mode.double:
+            self.plugin = DoublePrecision()
+        self._convert_input: Callable[[object], object] = self.plugin.convert_input
         self.plugin.convert_input = self._begin_batch
 
     @contextmanager
@@ -281,9 +284,6 @@ class Recorder(Callback):
         It is called when the next batch arrives, because by then all hooks of the step have run.
         """
         stages = {stage.stage for stage in self._stages}
-        has_scaler = getattr(self.plugin, "scaler", None) is not None
-        if "reduced gradient" in stages and "optimizer options" not in stages and has_scaler:
-            raise Refused("a loss scaler skipped a step, as a gradient overflows: verify with a smaller init_scale")
         if "optimizer options" not in stages:
             return  # within a window
         self._take_stage("weights", self._weights())

@@ -39,9 +39,6 @@ STAGES: Mapping[str, str] = {
 }
 """The stages in the order in which a step goes through them, and what a number at each is; the number follows."""
 
-_EXACT = ("64-true", "32-true")
-"""Precisions in which a tolerance says what is equal. In others, rounding is measured."""
-
 _BESIDE_TRAINING = ("samples", "logged values")
 """Stages of which all steps are compared. A difference in any other ends the comparison of training."""
 
@@ -136,7 +133,7 @@ UNKNOWN_BASELINE = Baseline()
 
 _NOT_COVERED = (
     "Not covered: a seed that all ranks share (here every sample draws its own numbers), a number of steps that you"
-    " compute by hand, and later steps."
+    " compute by hand, what goes wrong in 16 bits alone, and later steps."
 )
 """What a run of the same verdict may still get wrong."""
 
@@ -256,12 +253,10 @@ class Report:
 
     def _footer(self) -> str:
         """Return what was compared, and what counts as equal."""
-        equal = f"values count as equal if their relative difference is at most {self.tolerance:g}."
-        if self.precision not in _EXACT:
-            equal = "values count as equal within 4 x of what rounding changes on one process."
         return (
             f"{self.strategy}, reduction {self.reduction!r}, ranks: {self.world_size}, optimizer steps: {self.steps},"
-            f" both runs in precision {self.precision}; {equal}"
+            f" both runs in precision {self.precision}; values count as equal if their relative difference is at most"
+            f" {self.tolerance:g}."
         )
 
     def _headlines(self) -> list[str]:
@@ -276,10 +271,7 @@ class Report:
             if missing:
                 lines.append(f"Not compared: {', '.join(missing)}.")
             return lines
-        how = "EQUAL to"
-        if self.precision not in _EXACT:
-            how = "EQUAL within what rounding explains to"
-        lines = [f"{how} {self.baseline}"]
+        lines = [f"EQUAL to {self.baseline}"]
         if any(finding.cause == "data order" for finding in self.findings):
             lines.append("It takes the samples that the ranks read, and would read others by itself.")
         return lines

@@ -26,7 +26,6 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from lightning_gradavg._lightning.internals import set_data_parallel_size, view_gradients
 from lightning_gradavg.verify.judge import judge
-from lightning_gradavg.verify.precisions import PRECISIONS, is_measured, plugin_of, require_precision
 from lightning_gradavg.verify.processes import folder_of_run, in_processes
 from lightning_gradavg.verify.recorder import Recorder
 from lightning_gradavg.verify.records import Record
@@ -40,6 +39,9 @@ from lightning_gradavg.verify.target import (
 )
 
 __all__ = ["Settings", "record_run", "verify_target"]
+
+_TOLERANCES: Mapping[str, float] = {"64-true": 1e-8, "32-true": 1e-4}
+"""The relative difference that counts as equal, by the precision."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ class Settings:
             raise ValueError(f"steps must be 1 or more, got {self.steps}")
         if self.tolerance is not None and not 0 < self.tolerance < math.inf:
             raise ValueError(f"tolerance is a relative difference > 0, got {self.tolerance}")
-        require_precision(self.precision)
+        if self.precision not in _TOLERANCES:
+            known = " and ".join(repr(name) for name in _TOLERANCES)
+            raise ValueError(f"precision={self.precision!r} is none of {known}. Leave it out for float64")
 
 
 def record_run(
@@ -88,7 +92,7 @@ def verify_target(target: Target, settings: Settings) -> Report:
     with folder_of_run() as folder:
         calls = [partial(_rank, target, rank, settings, folder) for rank in range(settings.devices)]
         records = in_processes(calls)
-    tolerance = settings.tolerance or PRECISIONS[settings.precision]
+    tolerance = settings.tolerance or _TOLERANCES[settings.precision]
     (result,) = in_processes([partial(judge, records, target.build, tolerance, settings.precision)])
     report: Report = result
     return report
@@ -111,13 +115,8 @@ def _rank(target: Target, rank: int, settings: Settings, folder: str) -> Record:
         if isinstance(strategy, DDPStrategy):
             view_gradients(strategy)
         if isinstance(strategy, ModelParallelStrategy):
-            if is_measured(settings.precision):
-                raise ValueError(
-                    f"precision={settings.precision!r} is for models that are not sharded, got"
-                    f" {type(strategy).__name__}: leave it out to compare in float64"
-                )
             set_data_parallel_size(strategy, settings.devices)  # the user's run may have more processes
-        recorder = Recorder(settings.steps, plugin_of(options["plugins"], settings.precision))
+        recorder = Recorder(settings.steps, settings.precision)
         return record_run(recorder, strategy, {**options, "devices": settings.devices}, module, data)
     finally:
         dist.destroy_process_group()

@@ -20,7 +20,6 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_gradavg.verify.precisions import plugin_of
 from lightning_gradavg.verify.recorder import Recorder
 from lightning_gradavg.verify.records import Record, Refused
 from lightning_gradavg.verify.replay import (
@@ -103,8 +102,7 @@ class Twin:
         facts = self.records[0].facts
         window = max(len(groups) for groups in steps)
         module, data, options = self.build()
-        plugin = plugin_of(options["plugins"], self.precision)
-        recorder = Recorder(len(steps), plugin, reads=False)
+        recorder = Recorder(len(steps), self.precision, reads=False)
         epochs = [step.epoch for step in self.records[0].steps][: len(steps)]
         replay = Replay(steps, epochs, recorder, facts.epoch_batches / facts.accumulation * window, reads)
         if "train_dataloaders" in data:
