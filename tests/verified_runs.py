@@ -1046,3 +1046,8 @@ def stock_sharded(ranks: int = 2) -> Callable[[], ModelParallelStrategy]:
 def with_hook(hook: Any) -> Callable[[], GradAvgStrategy]:
     """Return what makes a strategy with a communication hook of the user."""
     return lambda: GradAvgStrategy(ddp_comm_hook=hook)
+
+
+def in_one_tensor_parallel_group() -> ModelParallelStrategy:
+    """Return what Lightning makes of its defaults on two ranks."""
+    return ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)

@@ -93,32 +93,6 @@ def start_no_processes(strategy: Any) -> None:
     strategy._start_method = "popen"
 
 
-def view_gradients(strategy: Any) -> None:
-    """Have DDP keep gradients in its buckets, which takes one copy of them less, unless the user says otherwise."""
-    # Private: `DDPStrategy._ddp_kwargs` (L). Without it `gradavg verify` needs a quarter more memory.
-    strategy._ddp_kwargs.setdefault("gradient_as_bucket_view", True)
-
-
-def set_device_mesh(module: Any, mesh: Any) -> None:
-    """Give a module the mesh that its `configure_model` shards over, as `ModelParallelStrategy` does."""
-    # Private: `LightningModule._device_mesh` (L), which the property `device_mesh` reads. Without it the one process of
-    # `gradavg verify` has no mesh, and `configure_model` fails.
-    module._device_mesh = mesh
-
-
-def tensor_parallel_size(strategy: Any) -> Any:
-    """Return the ranks that a `ModelParallelStrategy` puts into a tensor-parallel group: a number or "auto"."""
-    # Private: `ModelParallelStrategy._tensor_parallel_size` (L). Without it `gradavg verify` does not start.
-    return strategy._tensor_parallel_size
-
-
-def set_data_parallel_size(strategy: Any, ranks: int) -> None:
-    """Have a `ModelParallelStrategy` average over so many ranks."""
-    # Private: `ModelParallelStrategy._data_parallel_size` (L). Without it `gradavg verify` runs only on as many
-    # processes as the user's run has, and Lightning says so.
-    strategy._data_parallel_size = ranks
-
-
 class TrainingLoop:
     """What Lightning's training loop reads, and how far it is: a batch does not say which iterator it came from.
 
@@ -434,27 +408,27 @@ def iterator_of(read: Callable[[Any], Any]) -> property:
 @contextmanager
 def fetched_here(watch: Callable[[Any], None]) -> Iterator[None]:
     """Have every `DataLoader` load in this process, and call `watch` with the fetcher of every pass that begins."""
-    # Private: `DataLoader._get_iterator` and `_BaseDataLoaderIter._dataset_fetcher` (T). Without them `gradavg verify`
-    # does not see which samples were read.
-    get_iterator = DataLoader._get_iterator
+    # Private: `_BaseDataLoaderIter._dataset_fetcher` (T). Without it `gradavg verify` does not see which samples were
+    # read.
+    make_iterator = DataLoader.__iter__
     in_this_process = {"num_workers": 0, "timeout": 0, "prefetch_factor": None, "persistent_workers": False}
 
     def begun(loader: Any) -> Any:
         before = {name: vars(loader)[name] for name in in_this_process if name in vars(loader)}
         vars(loader).update(in_this_process)  # past its __setattr__, which refuses
         try:
-            iterator: Any = get_iterator(loader)
+            iterator: Any = make_iterator(loader)
         finally:
             vars(loader).update(before)
         if hasattr(iterator, "_dataset_fetcher"):
             watch(iterator._dataset_fetcher)
         return iterator
 
-    DataLoader._get_iterator = begun  # type: ignore[assignment]  # replaced on purpose
+    DataLoader.__iter__ = begun  # type: ignore[method-assign]  # replaced on purpose
     try:
         yield
     finally:
-        DataLoader._get_iterator = get_iterator  # type: ignore[method-assign]  # put back
+        DataLoader.__iter__ = make_iterator  # type: ignore[method-assign]  # put back
 
 
 class _CallbackState(Enum):
@@ -537,25 +511,6 @@ version_of = attrgetter("_version")
 buffers_of = attrgetter("_buffers")
 """Returns the mapping in which a module keeps its own buffers."""
 
-# Private: `OpOverload._schema` (T). Without it `gradavg verify` does not see which operators draw in place.
-writes_in_place = attrgetter("_schema.is_mutable")
-"""Returns whether an operator of torch changes an argument."""
-
-
-def hooks_of_tensor(tensor: Tensor) -> list[Callable[..., object]]:
-    """Return the functions that change or see a tensor's gradient in the backward."""
-    # Private: `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks` (T). Without them `gradavg verify` fails.
-    hooks: list[Callable[..., object]] = []
-    for hooks_by_id in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks):
-        if hooks_by_id is not None:
-            hooks += hooks_by_id.values()
-    return hooks
-
-
-# Private: `DDPStrategy._ddp_comm_hook` (L). Without it `gradavg verify` does not name a communication hook.
-comm_hook_of = attrgetter("_ddp_comm_hook")
-"""Returns the communication hook that a strategy was given, or None."""
-
 
 def copy_each(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy tensors into others by one kernel."""
@@ -616,16 +571,3 @@ def averages_of(module: Any) -> list[ShardedAverage]:
         divisor = getattr(group, "gradient_divide_factor", getattr(group, "reduce_scatter_divide_factor", None))
         averages.append(ShardedAverage(ranks, ranks if divisor is None else divisor))
     return averages
-
-
-def ignore_mixed_precision(module: Any) -> None:
-    """Have a sharded module compute and reduce in the type of its parameters, whatever its policy."""
-    # Private: `FSDPState._mp_policy`, `FSDPParamGroup.mp_policy` and `FSDPParam.mp_policy` (T). Without them
-    # `gradavg verify` does not compute in float64 where a policy has lower types.
-    state = module._get_fsdp_state()
-    policy = type(state._mp_policy)()  # without types
-    state._mp_policy = policy
-    for group in _parameter_groups(module):
-        group.mp_policy = policy
-        for parameter in group.fsdp_params:
-            parameter.mp_policy = policy

@@ -94,6 +94,9 @@ class CommHook:
             return hook(state, bucket)
 
         reduce_bucket.__annotations__ = {"bucket": dist.GradBucket, "return": Future[Tensor]}
+        if hook is not None:  # DDP logs the name, and verify reports it
+            reduce_bucket.__module__ = hook.__module__
+            reduce_bucket.__qualname__ = getattr(hook, "__qualname__", type(hook).__qualname__)
         model.register_comm_hook(None, reduce_bucket)
         return True
 

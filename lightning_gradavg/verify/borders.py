@@ -36,8 +36,14 @@ def _strategy_facts(trainer: Trainer) -> StrategyFacts:
 
 def facts_of(trainer: Trainer) -> RunFacts:
     """Return how a run is set up, or raise `Refused` if one process cannot be set up so."""
-    name = type(trainer.strategy).__name__
+    strategy = trainer.strategy
+    name = type(strategy).__name__
     facts = _strategy_facts(trainer)
+    if isinstance(strategy, ModelParallelStrategy) and strategy.device_mesh["tensor_parallel"].size() > 1:
+        raise Refused(
+            f"{name} has tensor parallelism, by which several ranks compute one loss: verify the run with"
+            " tensor_parallel_size=1, and with data_parallel_size= as many as --devices"
+        )
     if facts.replicas is not None and not trainer.lightning_module.automatic_optimization:
         raise Refused(
             f"{name} trains replicas in manual optimization: verify the run without num_replicas= and"
@@ -51,7 +57,7 @@ def facts_of(trainer: Trainer) -> RunFacts:
         splits_batches=facts.splits_batches,
         replicated=facts.replicated,
         replicas=facts.replicas,
-        sharded=isinstance(trainer.strategy, ModelParallelStrategy),
+        sharded=isinstance(strategy, ModelParallelStrategy),
         accumulation=trainer.accumulate_grad_batches,
         automatic=trainer.lightning_module.automatic_optimization,
         epoch_batches=float(trainer.num_training_batches),

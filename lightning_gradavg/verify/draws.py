@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gradavg._lightning.internals import TorchDispatchMode, writes_in_place
+from lightning_gradavg._lightning.internals import TorchDispatchMode
 from lightning_gradavg._support.tree import leaves, mapped
 from lightning_gradavg.verify.lines import running_line
 from lightning_gradavg.verify.records import DrawnNumbers
@@ -112,7 +112,7 @@ class Draws(TorchDispatchMode):
         if joined is None:
             self.problem = of_no_sample(operator, line)
             return result
-        if writes_in_place(func):
+        if _writes_in_place(func):
             return result.copy_(joined)
         return joined
 
@@ -172,11 +172,16 @@ def _widened(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[st
         return args, kwargs
     if func is torch.ops.aten.new_empty.default:
         return args, kwargs
-    if writes_in_place(func):  # the first argument is what is written to, and cannot be another tensor
+    if _writes_in_place(func):  # the first argument is what is written to, and cannot be another tensor
         if torch.float64 not in types:
             return args, kwargs
         return (args[0], *mapped(args[1:], _as_float64)), kwargs
     return mapped(args, _as_float64), kwargs
+
+
+def _writes_in_place(func: Any) -> bool:
+    """Return whether an operator writes to its first argument, by torch's rule for names, as in `aten.add_`."""
+    return str(func.overloadpacket).endswith("_")
 
 
 def _as_float64(leaf: Any) -> Any:

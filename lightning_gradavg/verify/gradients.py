@@ -8,29 +8,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from lightning_gradavg.verify.comparison import Seen
 from lightning_gradavg.verify.evidence import Evidence
 from lightning_gradavg.verify.records import Record, Refused
-from lightning_gradavg.verify.sketches import SKETCHED_ELEMENTS, gap_between
+from lightning_gradavg.verify.sketches import gap_between
 
 __all__ = ["Explanation", "explain_gradient"]
-
-
-_MOST_OF_16_BITS = 2.0**-6
-"""By how much rounding to 16 bits changes a gradient at most, beside its largest element."""
 
 
 class Explanation(NamedTuple):
     """Why something differs."""
 
     cause: str  # a key of `CAUSES`
-    detail: str  # what was found, with numbers, and the hook that is the fault
+    detail: str  # what was found, with numbers, and the hook that the gradients go through
 
 
-def explain_gradient(evidence: Evidence, seen: Seen, records: Sequence[Record]) -> Explanation:
+def explain_gradient(evidence: Evidence, records: Sequence[Record]) -> Explanation:
     """Return why a reduced gradient differs in automatic optimization, or raise `Refused` if it cannot be said."""
     if evidence.depends_on_order:
         # A batch and its parts differ on one process, too, and explain nothing.
@@ -39,14 +33,14 @@ def explain_gradient(evidence: Evidence, seen: Seen, records: Sequence[Record]) 
             " loss, or a random draw, depends on their positions in the batch"
         )
     if not evidence.right:
-        return _of_compared_samples(evidence, seen, records)
-    explanation = _of_combination(evidence, records)
+        return _of_compared_samples(evidence, records)
+    explanation = _of_combination(evidence)
     if explanation is None:
-        explanation = _of_change(evidence, seen, records)
+        explanation = _of_change(evidence, records)
     return explanation
 
 
-def _of_compared_samples(evidence: Evidence, seen: Seen, records: Sequence[Record]) -> Explanation:
+def _of_compared_samples(evidence: Evidence, records: Sequence[Record]) -> Explanation:
     """Return why the gradient of a batch is no combination of those of its parts."""
     facts, multiple = evidence.facts, evidence.multiple
     if facts.replicas is not None:
@@ -60,10 +54,10 @@ def _of_compared_samples(evidence: Evidence, seen: Seen, records: Sequence[Recor
         return Explanation("batch norm", f"{detail}: each rank normalizes by its own samples in `{batch_norms[0]}`")
     if evidence.factor is not None and len(evidence.whole) > 1:  # one number is a multiple of any other
         return Explanation("multiple", multiple)
-    return Explanation("non-decomposable loss", detail + _changed_by(seen, records[0]))
+    return Explanation("non-decomposable loss", detail + _changed_by(records[0]))
 
 
-def _of_combination(evidence: Evidence, records: Sequence[Record]) -> Explanation | None:
+def _of_combination(evidence: Evidence) -> Explanation | None:
     """Return which multiple or which other combination of the parts the run made, if it is a known one."""
     rule, number = evidence.facts.rule, len(evidence.batches)
     # Gradients that differ by more than the tolerance, and less than `near`. Both are the same combination then.
@@ -84,11 +78,11 @@ def _of_combination(evidence: Evidence, records: Sequence[Record]) -> Explanatio
     if made:
         # Where all micro-batches have equally many samples, several names are the same combination.
         is_mean = "mean" in made and (len(made) == 1 or not rule.uses_weight)
-        return _of_shares(evidence, records, is_mean=is_mean)
-    return _of_multiple(evidence, records, list(factors.values()))
+        return _of_shares(evidence, is_mean=is_mean)
+    return _of_multiple(evidence, list(factors.values()))
 
 
-def _of_shares(evidence: Evidence, records: Sequence[Record], *, is_mean: bool) -> Explanation:
+def _of_shares(evidence: Evidence, *, is_mean: bool) -> Explanation:
     """Return what to say of a gradient that is a combination of the parts, but not the right one."""
     right_shares = next(iter(evidence.right.values()))
     detail = f"one process weights the micro-batches by {_listed(right_shares)}, but the run weights them"
@@ -100,68 +94,45 @@ def _of_shares(evidence: Evidence, records: Sequence[Record], *, is_mean: bool) 
         how = f"by {_listed(shares)}"
     detail = f"{detail} {how}: the weights are not the numbers of terms"
     if any(rank_batch.weight is not None for rank_batch in evidence.batches):
-        detail += f", which {records[0].training_step_at} returns"
+        detail += ", which `training_step` returns"
     return Explanation("counts", detail)
 
 
-def _of_multiple(evidence: Evidence, records: Sequence[Record], factors: Sequence[float]) -> Explanation | None:
+def _of_multiple(evidence: Evidence, factors: Sequence[float]) -> Explanation | None:
     """Return why the run made one of these multiples of the right gradient, if it is a known one."""
-    ranks = evidence.world_size
     number = len(evidence.batches)
+    length = number / evidence.world_size
     window = evidence.facts.accumulation
-    known: list[tuple[float, str, str]] = []  # multiples, with their cause and what is said
-    for divisor in records[0].divisors - {ranks}:
-        said = f"fully_shard divides the sum over {ranks} ranks by {divisor:g}"
-        known.append((ranks / divisor, "divide factor", said))
-    if number != ranks * window:
-        said = f"the window has {number / ranks:g} micro-batches on each rank and is divided by {window}"
-        known.append((number / (ranks * window), "short window", said))
-    if "sum" in evidence.facts.rule.name:
-        known.append((number, "counts", "the loss is a mean, but the reduction adds up the ranks"))
-    for multiple, cause, said in known:
-        if any(evidence.is_close(factor, multiple) for factor in factors):
-            return Explanation(cause, f"{evidence.multiple}: {said}")
+    for factor in factors:
+        if length != window and evidence.is_close(factor, length / window):
+            said = f"the window has {length:g} micro-batches on each rank and is divided by {window}"
+            return Explanation("short window", f"{evidence.multiple}: {said}")
+        if "sum" in evidence.facts.rule.name and evidence.is_close(factor, number):
+            said = "the loss is a mean, but the reduction adds up the ranks"
+            return Explanation("counts", f"{evidence.multiple}: {said}")
     return None
 
 
-def _of_change(evidence: Evidence, seen: Seen, records: Sequence[Record]) -> Explanation:
+def _of_change(evidence: Evidence, records: Sequence[Record]) -> Explanation:
     """Return what was done to the ranks' gradients beyond combining them, if it is known."""
     if not evidence.reduced.any():
         return Explanation("unexplained", "the run has no gradient, as if the ranks never reduced theirs")
-    if gap_between(evidence.reduced, evidence.whole) < _MOST_OF_16_BITS:
-        # A sum of numbers of 16 bits is none of them.
-        elements = []
-        for name in evidence.like:
-            if name in seen.found:
-                elements.append(seen.found[name][:SKETCHED_ELEMENTS])
-        values = torch.cat(elements)
-        for dtype in (torch.bfloat16, torch.float16):
-            if torch.equal(values.to(dtype).double(), values):
-                return Explanation("16-bit wire", f"every element of the gradient is a number of {dtype}")
-    changed_by = _changed_by(seen, records[0])
+    changed_by = _changed_by(records[0])
     if evidence.factor is not None:
-        cause = "multiple"
-        if evidence.is_close(evidence.factor, 1 / evidence.world_size):
-            cause = "double division"
-        return Explanation(cause, evidence.multiple + changed_by)
+        return Explanation("multiple", evidence.multiple + changed_by)
     cause = "unexplained"
     if changed_by:
         cause = "gradient hooks"
-    return Explanation(cause, "no known combination of what one process computes was made" + changed_by)
+    gap = gap_between(evidence.reduced, evidence.whole)
+    detail = f"the gradients differ by {gap:.2g} of the largest element, and no known combination was made"
+    return Explanation(cause, detail + changed_by)
 
 
-def _changed_by(seen: Seen, record: Record) -> str:
-    """Return the hook that changes a gradient beside its reduction, if it is the only one that may; else ""."""
-    hooks = []
-    if record.comm_hook:
-        hooks.append(record.comm_hook)
-    for name in sorted(seen.names):
-        if name in record.parameter_hooks:
-            hooks.append(record.parameter_hooks[name])
-            break
-    if len(hooks) == 1:
-        return f". The gradients go through the hook {hooks[0]}"
-    return ""
+def _changed_by(record: Record) -> str:
+    """Return the communication hook, which may change a gradient beside its reduction; "" if there is none."""
+    if not record.comm_hook:
+        return ""
+    return f". The gradients go through the communication hook `{record.comm_hook}`"
 
 
 def _listed(numbers: Tensor) -> str:

@@ -163,8 +163,6 @@ class _Judge:
         name = seen.difference.name
         if seen.stage == "reduced gradient":
             explanation = self._of_gradient(seen)
-        elif seen.stage == "optimizer options" and name.startswith("lr"):
-            explanation = Explanation("learning-rate scale", f"`{name}` is the first to differ")
         else:
             explanation = Explanation(_CAUSES_OF_STAGES[seen.stage], f"`{name}` is the first to differ")
         if seen.stage == "buffers" and self._facts.replicas is not None:
@@ -176,7 +174,7 @@ class _Judge:
     def _of_gradient(self, seen: Seen) -> Explanation:
         """Return why a reduced gradient differs."""
         if self._facts.automatic:
-            return explain_gradient(Evidence(self._twin, seen, self._tolerance), seen, self._records)
+            return explain_gradient(Evidence(self._twin, seen, self._tolerance), self._records)
         factor = seen.difference.factor
         if factor is not None:
             return Explanation("multiple", f"the gradient is {factor:.4g} x that of one process")
@@ -217,10 +215,7 @@ class _Judge:
             f" {difference.expected:.6g} on rank 0"
         )
         cause = "unsynchronised replicas"
-        if seen.names.issubset(record.unregistered):
-            cause = "unregistered parameter"
-            detail += ". The optimizer holds it, but the module does not register it: DDP does not know it"
-        elif seen.stage == "buffers":
+        if seen.stage == "buffers":
             cause = "buffers of one rank"
             if self._facts.sharded:
                 detail += ". fully_shard sends no buffers to other ranks"

@@ -1,4 +1,4 @@
-"""The lines of the user's code: where a hook begins, where a random number is drawn, and where a run failed."""
+"""The lines of the user's code: where a random number is drawn, and where a run failed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import inspect
 import linecache
 import sysconfig
 from pathlib import Path
-from typing import Any
 
 import jsonargparse
 import lightning
 import torch
 from lightning.pytorch import Trainer
 
-__all__ = ["function_in_words", "is_library", "is_of_user", "running_line"]
+__all__ = ["is_library", "running_line"]
 
 _LIBRARIES = (
     sysconfig.get_path("stdlib"),
@@ -42,28 +41,6 @@ def _line(path: str, number: int) -> str:
     if file.is_relative_to(Path.cwd()):
         file = file.relative_to(Path.cwd())
     return f"{file}:{number}: {linecache.getline(path, number).strip()}"
-
-
-def _innermost(function: object) -> Any:
-    """Return the function that decorators and `functools.partial` call."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.unwrap(function)  # type: ignore[arg-type]  # it takes any object
-
-
-def is_of_user(function: object) -> bool:
-    """Return whether a function is written in the user's code."""
-    code = getattr(_innermost(function), "__code__", None)
-    return code is not None and not is_library(code.co_filename)
-
-
-def function_in_words(function: object) -> str:
-    """Return the name of a function, and the line on which it begins if it is the user's."""
-    innermost = _innermost(function)
-    name = getattr(innermost, "__qualname__", type(innermost).__name__)
-    if not is_of_user(innermost):
-        return f"`{name}`"
-    return f"`{name}` ({_line(innermost.__code__.co_filename, innermost.__code__.co_firstlineno)})"
 
 
 def running_line() -> str:

@@ -17,12 +17,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from lightning_gradavg._support.random_state import random_state, restore_random_state, same_random_state, seeded
+from lightning_gradavg._support.random_state import (
+    drawing_from,
+    random_state,
+    restore_random_state,
+    same_random_state,
+    stream_key,
+)
 from lightning_gradavg._support.tree import bits
 from lightning_gradavg.verify.borders import pieces_of, sources_of
 from lightning_gradavg.verify.records import EpochReading, RankBatch, RecordedPiece, SampleId
 
-__all__ = ["NO_COLLATE_FN", "Loading", "read_epoch", "seed_process"]
+__all__ = ["NO_COLLATE_FN", "Loading", "read_epoch"]
 
 NO_COLLATE_FN = (
     "no collate_fn makes the loader's batches, so their samples are unknown: use one DataLoader with a batch_size"
@@ -30,11 +36,6 @@ NO_COLLATE_FN = (
 
 _SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)
 """Those that read every sample once."""
-
-
-def seed_process(text: str) -> None:
-    """Seed the generators of torch, Python and NumPy."""
-    restore_random_state(seeded(hashlib.blake2b(text.encode(), digest_size=24).digest()))
 
 
 class _Packer(pickle.Pickler):
@@ -80,13 +81,9 @@ class _SeededDataset:
         self.indices: list[Hashable] = []
 
     def __getitem__(self, index: Hashable) -> object:
-        state = random_state()
-        seed_process(f"sample {index}")
         self.indices.append(index)
-        try:
+        with drawing_from(stream_key(0, f"sample {index}")):
             return self._dataset[index]
-        finally:
-            restore_random_state(state)
 
 
 class Loading:

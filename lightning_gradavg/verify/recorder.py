@@ -12,34 +12,27 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import DoublePrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_gradavg._lightning.internals import (
-    BatchNorm,
-    averages_of,
-    comm_hook_of,
-    fetched_here,
-    hooks_of_tensor,
-    ignore_mixed_precision,
-    sharded_modules,
-)
-from lightning_gradavg._support.random_state import random_state, restore_random_state
+from lightning_gradavg._lightning.internals import BatchNorm, fetched_here
+from lightning_gradavg._support.random_state import random_state, restore_random_state, seed_generators, stream_key
 from lightning_gradavg.verify.borders import counts_samples, facts_of, loader_of_user
 from lightning_gradavg.verify.draws import Draws, of_no_sample
-from lightning_gradavg.verify.lines import function_in_words, is_of_user
-from lightning_gradavg.verify.loading import NO_COLLATE_FN, Loading, read_epoch, seed_process
+from lightning_gradavg.verify.loading import NO_COLLATE_FN, Loading, read_epoch
 from lightning_gradavg.verify.records import RankBatch, Record, RecordedPiece, RecordedStep, Refused, StageTensors
-from lightning_gradavg.verify.shards import change_after_sharding, is_shard, require_shards_of_all, shard_in_whole
+from lightning_gradavg.verify.shards import is_shard, require_shards_of_all, shard_in_whole, sharded_in_one_precision
 from lightning_gradavg.verify.sketches import Tensors, sketch
 
 __all__ = ["Recorder", "loss_and_weight"]
 
 _UNCOMPARED_OPTIONS = ("params", "initial_lr", "foreach", "fused")
 """Entries of an optimizer's groups that do not change what it computes."""
+
+_STRATEGIES_OWN_HOOK = "lightning_gradavg.reduction."
+"""How the name of the module begins whose communication hook is no user's."""
 
 
 class LossAndWeight(NamedTuple):
@@ -108,29 +101,28 @@ class Recorder(Callback):
         self._batch_scope = ExitStack()
         # Lightning's loop calls `convert_input` of the precision plugin before any hook of a batch, so there the batch
         # is still the object that the loader made.
-        self.plugin: Any = Precision()
+        self.plugin = Precision()
         if self.mode.double:
             self.plugin = DoublePrecision()
         self._convert_input: Callable[[object], object] = self.plugin.convert_input
-        self.plugin.convert_input = self._begin_batch
+        vars(self.plugin)["convert_input"] = self._begin_batch
 
     @contextmanager
     def watching(self, module: LightningModule) -> Iterator[None]:
         """Record what is trained within. The module must be of this run alone."""
         user_step = module.training_step
-        self.record.training_step_at = function_in_words(user_step)
 
         @functools.wraps(user_step)  # Lightning reads the names of its parameters
         def training_step(*args: object, **kwargs: object) -> object:
             return self._training_step(user_step, args, kwargs)
 
         vars(module)["training_step"] = training_step
-        change_after_sharding(module, _prepare_shards)
         with ExitStack() as stack:
             stack.enter_context(fetched_here(self.loading.watch))
+            stack.enter_context(sharded_in_one_precision(module))
             # Compiled functions draw and round where no dispatch mode sees it.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(_comm_hooks_paused(self.mode))
+            stack.enter_context(self._comm_hooks_paused())
             stack.enter_context(self._batch_scope)
             try:
                 yield
@@ -153,40 +145,39 @@ class Recorder(Callback):
                 )
         self.record.rank = trainer.global_rank
         self.record.facts = facts_of(trainer)
-        unregistered = _unregistered_tensors(pl_module, trainer.optimizers)
-        self.record.unregistered = list(unregistered)
         if self.mode.double:
-            for tensor in unregistered.values():
+            for tensor in _unregistered_tensors(pl_module, trainer.optimizers).values():
                 tensor.data = tensor.data.double()  # as `DoublePrecision` does with parameters
-        self._look_at_shards()
+        for name, weight in self._weights():
+            if is_shard(weight):
+                require_shards_of_all(name, weight)
         self._take_stage("initial weights", self._weights())
-        self._note_hooks()
         for name, layer in pl_module.named_modules():
             if _has_statistics_of_one_rank(layer):
                 self.record.batch_norms.append(name)
         for optimizer in trainer.optimizers:
             optimizer.register_step_post_hook(self._after_optimizer_step)
 
-    def _look_at_shards(self) -> None:
-        """Note how the ranks' gradients are averaged, or raise `Refused` if shards are not those of all ranks."""
-        if not self.record.facts.sharded:
-            return
-        for name, weight in self._weights():
-            if is_shard(weight):
-                require_shards_of_all(name, weight)
-        for submodule in sharded_modules(self.module):
-            self.record.divisors.update(average.divisor for average in averages_of(submodule))
+    @contextmanager
+    def _comm_hooks_paused(self) -> Iterator[None]:
+        """Have DDP's communication hooks that are registered within run outside of the mode, and note the user's.
 
-    def _note_hooks(self) -> None:
-        """Note where the user's code hooks into gradients."""
-        for name, weight in self._weights():
-            for hook in hooks_of_tensor(weight):
-                if is_of_user(hook):
-                    self.record.parameter_hooks[name] = f"{function_in_words(hook)} of `{name}`"
-        if isinstance(self.trainer.strategy, DDPStrategy):
-            comm_hook = comm_hook_of(self.trainer.strategy)
-            if comm_hook is not None:
-                self.record.comm_hook = function_in_words(comm_hook)
+        They compute in the types that they state, such as `fp16_compress_hook`, and not in float64.
+        """
+        register = DistributedDataParallel.register_comm_hook
+
+        def register_paused(model: DistributedDataParallel, state: object, hook: Callable[..., object]) -> None:
+            @functools.wraps(hook)  # DDP checks the annotations, and logs the name
+            def paused(state: object, bucket: dist.GradBucket) -> object:
+                with self.mode.paused():
+                    return hook(state, bucket)
+
+            if not hook.__module__.startswith(_STRATEGIES_OWN_HOOK):
+                self.record.comm_hook = hook.__qualname__
+            register(model, state, paused)
+
+        with mock.patch.object(DistributedDataParallel, "register_comm_hook", register_paused):
+            yield
 
     def _take_stage(self, stage: str, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
         sketches = {}
@@ -228,7 +219,7 @@ class Recorder(Callback):
         self.mode.parts = self.running.parts
         # Python's and NumPy's generators are seen within `training_step` alone, so elsewhere all ranks draw the same.
         step = len(self.record.steps)
-        seed_process(f"step {step}")
+        seed_generators(stream_key(0, "step", step))
         torch.default_generator.manual_seed(hash((step, self.record.rank, len(self._window), index)))
 
     def _training_step(
@@ -264,7 +255,7 @@ class Recorder(Callback):
         """Yield the module's parameters, and what its optimizers train beside them.
 
         A tensor that the module does not register trains like any other, and DDP does not reduce its gradient
-        (`test_ranks_verify.py`, "unregistered parameter").
+        (`test_ranks_verify.py`, "a temperature").
         """
         yield from self.module.named_parameters()
         yield from _unregistered_tensors(self.module, self.trainer.optimizers).items()
@@ -325,36 +316,6 @@ class Recorder(Callback):
                 break
         if self._reads and not self.record.problem:
             self.record.reading = read_epoch(self._loader)
-
-
-def _prepare_shards(module: nn.Module) -> None:
-    """Have a sharded module compute in one precision, as the Trainer does, or raise `Refused` if it has no weights."""
-    if any(parameter.is_meta for parameter in module.parameters()):
-        raise Refused(
-            "the weights are on the meta device when they are sharded, and each rank draws its shards afterwards, which"
-            " one process draws otherwise: verify the run with weights that have values before fully_shard"
-        )
-    ignore_mixed_precision(module)
-
-
-@contextmanager
-def _comm_hooks_paused(mode: Draws) -> Iterator[None]:
-    """Have DDP's communication hooks that are registered within run outside of a mode.
-
-    They compute in the types that they state, such as `fp16_compress_hook`, and not in float64.
-    """
-    register = DistributedDataParallel.register_comm_hook
-
-    def register_paused(model: DistributedDataParallel, state: object, hook: Callable[..., object]) -> None:
-        @functools.wraps(hook)  # DDP checks the annotations, and logs the name
-        def paused(state: object, bucket: dist.GradBucket) -> object:
-            with mode.paused():
-                return hook(state, bucket)
-
-        register(model, state, paused)
-
-    with mock.patch.object(DistributedDataParallel, "register_comm_hook", register_paused):
-        yield
 
 
 def _has_statistics_of_one_rank(layer: nn.Module) -> bool:

@@ -169,11 +169,7 @@ class Record:
         steps: The optimizer steps.
         reading: What one pass over the loader reads.
         batch_norms: Names of layers whose statistics are those of one rank.
-        unregistered: Names of tensors that an optimizer holds and the module does not register.
-        divisors: The numbers by which `fully_shard` divides sums of the ranks' gradients.
-        training_step_at: The name and the line of `training_step`.
-        parameter_hooks: The names and lines of the hooks of parameters, by the parameters' names.
-        comm_hook: The name and the line of the user's communication hook; "" if there is none.
+        comm_hook: The name of the user's communication hook, or of torch's; "" if there is none.
         remarks: What the compared steps do not show.
         draws_problem: Why random numbers cannot be compared; "" if they can.
         problem: Why the run cannot be compared; "" if it can.
@@ -184,10 +180,6 @@ class Record:
     steps: list[RecordedStep] = field(default_factory=list)
     reading: EpochReading = field(default_factory=EpochReading)
     batch_norms: list[str] = field(default_factory=list)
-    unregistered: list[str] = field(default_factory=list)
-    divisors: set[float] = field(default_factory=set)
-    training_step_at: str = ""
-    parameter_hooks: dict[str, str] = field(default_factory=dict)
     comm_hook: str = ""
     remarks: list[str] = field(default_factory=list)
     draws_problem: str = ""

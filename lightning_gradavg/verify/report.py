@@ -235,13 +235,14 @@ class Report:
         return dict(mapped(content, _none_if_not_finite))
 
     def __str__(self) -> str:
-        body = [str(finding) for finding in self.findings]
-        body += [f"not shown: {remark}" for remark in self.remarks]
-        body.append("")
-        for stage, status in self.stages.items():
-            body.append(f"{stage:18} {status}")
         lines = self._headlines()
-        lines += [textwrap.indent(text, "  ") for text in body]
+        for finding in self.findings:
+            lines.append(textwrap.indent(str(finding), "  "))
+        for remark in self.remarks:
+            lines.append(f"  not shown: {remark}")
+        lines.append("")
+        for stage, status in self.stages.items():
+            lines.append(f"  {stage:18} {status}")
         lines += ["", self._footer()]
         if self.equal:
             lines.append(_NOT_COVERED)

@@ -15,22 +15,24 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from functools import partial, partialmethod
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gradavg._lightning.internals import set_data_parallel_size, view_gradients
+from lightning_gradavg._support.arguments import as_count
 from lightning_gradavg.verify.judge import judge
 from lightning_gradavg.verify.processes import folder_of_run, in_processes
 from lightning_gradavg.verify.recorder import Recorder
 from lightning_gradavg.verify.records import Record
 from lightning_gradavg.verify.report import Report
 from lightning_gradavg.verify.target import (
+    Options,
     Target,
     is_importing,
     quiet_options,
@@ -56,23 +58,21 @@ class Settings:
     def __post_init__(self) -> None:
         if is_importing():
             raise ImportError('it verifies when it is imported: put that under `if __name__ == "__main__":`')
-        if self.devices < 1:
-            raise ValueError(f"devices must be 1 or more, got {self.devices}")
-        if self.steps < 1:
-            raise ValueError(f"steps must be 1 or more, got {self.steps}")
+        as_count("devices", self.devices)
+        as_count("steps", self.steps)
         if self.tolerance is not None and not 0 < self.tolerance < math.inf:
             raise ValueError(f"tolerance is a relative difference > 0, got {self.tolerance}")
         if self.precision not in _TOLERANCES:
-            known = " and ".join(repr(name) for name in _TOLERANCES)
+            known = " and ".join(map(repr, _TOLERANCES))
             raise ValueError(f"precision={self.precision!r} is none of {known}. Leave it out for float64")
 
 
 def record_run(
     recorder: Recorder,
     strategy: DDPStrategy | ModelParallelStrategy,
-    options: Mapping[str, Any],
+    options: Options,
     module: LightningModule,
-    data: Mapping[str, Any],
+    data: Options,
 ) -> Record:
     """Train until all steps are recorded, and return the record of this rank."""
     changed = {
@@ -112,11 +112,11 @@ def _rank(target: Target, rank: int, settings: Settings, folder: str) -> Record:
     try:
         module, data, options = target.build()
         strategy = resolve_strategy(options.get("strategy") or "ddp")
-        if isinstance(strategy, DDPStrategy):
-            view_gradients(strategy)
-        if isinstance(strategy, ModelParallelStrategy):
-            set_data_parallel_size(strategy, settings.devices)  # the user's run may have more processes
         recorder = Recorder(settings.steps, settings.precision)
-        return record_run(recorder, strategy, {**options, "devices": settings.devices}, module, data)
+        options = {**options, "devices": settings.devices}
+        # It takes one copy of the gradients less, unless the user says otherwise.
+        with_views = partialmethod(DistributedDataParallel.__init__, gradient_as_bucket_view=True)
+        with mock.patch.object(DistributedDataParallel, "__init__", with_views):
+            return record_run(recorder, strategy, options, module, data)
     finally:
         dist.destroy_process_group()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -18,10 +18,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_gradavg._lightning.internals import class_of_sharded_modules, set_device_mesh, sharded_modules
+from lightning_gradavg._lightning.internals import class_of_sharded_modules
 from lightning_gradavg.verify.records import Refused
 
-__all__ = ["change_after_sharding", "is_shard", "on_mesh_of_one", "require_shards_of_all", "shard_in_whole"]
+__all__ = ["is_shard", "on_mesh_of_one", "require_shards_of_all", "shard_in_whole", "sharded_in_one_precision"]
 
 
 def is_shard(tensor: Tensor) -> bool:
@@ -58,17 +58,42 @@ def shard_in_whole(tensor: Any) -> Tensor:
     return whole
 
 
-def change_after_sharding(module: LightningModule, change: Callable[[Any], None]) -> None:
-    """Have every module changed that `configure_model` shards, before anything reads it."""
+@contextmanager
+def sharded_in_one_precision(module: LightningModule) -> Iterator[None]:
+    """Have what a module's `configure_model` shards compute in one type, whatever its `MixedPrecisionPolicy` says.
+
+    Raises:
+        Refused: If `configure_model` leaves weights without values.
+    """
     configure_model = module.configure_model
+    with ExitStack() as patches:
 
-    @functools.wraps(configure_model)  # Lightning asks whether the user overrides it
-    def configured() -> None:
-        configure_model()
-        for submodule in sharded_modules(module):
-            change(submodule)
+        @functools.wraps(configure_model)  # Lightning asks whether the user overrides it
+        def configured() -> None:
+            configure_model()
+            for parameter in module.parameters():
+                if parameter.is_meta:
+                    raise Refused(
+                        "the weights are on the meta device when they are sharded, and each rank draws its shards"
+                        " afterwards, which one process draws otherwise: verify the run with weights that have values"
+                        " before fully_shard"
+                    )
+            # Policies are read when training begins. Here they exist, and their fields are constants.
+            from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: PLC0415  # slow, and only for sharded models
 
-    vars(module)["configure_model"] = configured
+            no_type = property(_no_type)
+            patches.enter_context(
+                mock.patch.multiple(
+                    MixedPrecisionPolicy, param_dtype=no_type, reduce_dtype=no_type, output_dtype=no_type
+                )
+            )
+
+        vars(module)["configure_model"] = configured
+        yield
+
+
+def _no_type(policy: object) -> None:
+    """Stand for a type of a `MixedPrecisionPolicy`."""
 
 
 _OF_SUMS_OVER_RANKS = (
@@ -84,18 +109,17 @@ def _ignore(*_: object, **__: object) -> None:
 
 
 @contextmanager
-def on_mesh_of_one(module: LightningModule) -> Iterator[None]:
-    """Have a module shard itself over the one rank of the running process group, on the mesh that Lightning would make.
+def on_mesh_of_one() -> Iterator[None]:
+    """Have modules shard themselves over the one rank of the process group, on the mesh that Lightning would make.
 
     One process has no sum over ranks. What the user says about it is ignored: otherwise a run whose gradients are
     divided by a wrong number, or are never summed, would equal one process that does the same.
     """
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
-    set_device_mesh(module, mesh)
     sharded = class_of_sharded_modules()
     ignored: dict[str, Any] = {}
     for name in _OF_SUMS_OVER_RANKS:
         if hasattr(sharded, name):
             ignored[name] = _ignore
-    with mock.patch.multiple(sharded, **ignored):
+    with mock.patch.multiple(sharded, **ignored), mock.patch.object(LightningModule, "device_mesh", mesh):
         yield

@@ -21,15 +21,13 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_gradavg._lightning.internals import (
-    start_no_processes,
-    tensor_parallel_size,
-)
-from lightning_gradavg._support.arguments import nearest
+from lightning_gradavg._lightning.internals import start_no_processes
+from lightning_gradavg._support.arguments import nearest, refuse_unknown
 
 __all__ = [
     "Build",
     "Built",
+    "Options",
     "Target",
     "UserRun",
     "as_list",
@@ -58,7 +56,10 @@ _REMOVED_CALLBACKS = (
     callbacks.ProgressBar,
 )
 
-_QUIET: Mapping[str, Any] = {
+Options: TypeAlias = Mapping[str, Any]
+"""Options of the Trainer, or of its `fit`."""
+
+_QUIET: Options = {
     "enable_checkpointing": False,
     "enable_progress_bar": False,
     "enable_model_summary": False,
@@ -133,26 +134,17 @@ def resolve_strategy(strategy: object) -> DDPStrategy | ModelParallelStrategy:
         start_no_processes(strategy)
         return strategy
     if isinstance(strategy, ModelParallelStrategy):
-        size = tensor_parallel_size(strategy)
-        if size == 1:
-            return strategy
-        # Several ranks compute a loss together.
-        raise ValueError(
-            f"verify compares ranks that have a batch each, and no tensor parallelism; {type(strategy).__name__} has"
-            f' tensor_parallel_size={size!r} ("auto" is all processes of a node). Set tensor_parallel_size=1, in the'
-            " config, or in a function that makes the strategy: --strategy train.py:make_strategy"
-        )
+        return strategy
     raise ValueError(
         "verify compares gradients as DDPStrategy and ModelParallelStrategy (FSDP2) reduce them, and those of this"
         f" package; got {type(strategy).__name__}"
     )
 
 
-def quiet_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def quiet_options(options: Options) -> Options:
     """Return the options of a Trainer that trains like the user's, but does not log, save or validate."""
     known = [name for name in inspect.signature(Trainer.__init__).parameters if name != "self"]
-    for name in sorted(options.keys() - set(known)):
-        raise ValueError(f"Trainer has no option {name!r}{nearest(name, known)}")
+    refuse_unknown("the Trainer", options, known)
     return {
         **options,
         **_QUIET,
@@ -181,8 +173,8 @@ class Built(NamedTuple):
     """What a run of the Trainer is made of, new for each run."""
 
     module: LightningModule
-    data: Mapping[str, Any]  # the argument of `Trainer.fit` that has the data; empty if the module has them
-    options: Mapping[str, Any]  # of the Trainer
+    data: Options  # the argument of `Trainer.fit` that has the data; empty if the module has them
+    options: Options  # of the Trainer
 
 
 Build: TypeAlias = Callable[[], Built]
@@ -193,7 +185,7 @@ class UserRun(NamedTuple):
 
     module: Any  # a LightningModule; `Target.build` checks it
     data: Any  # a data module, a loader, or a function that returns one of them; None if the module has its own
-    options: Mapping[str, Any]  # of the Trainer
+    options: Options  # of the Trainer
 
 
 def user_run_of(module: Any, data: Any = None) -> UserRun:
@@ -216,7 +208,7 @@ class Target:
     """What is to be verified; every process builds it anew."""
 
     read: Callable[[], UserRun]
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the Trainer, which override those that are read
+    options: Options = field(default_factory=dict)  # of the Trainer, which override those that are read
     seed: int = 0
 
     def build(self) -> Built:

@@ -8,12 +8,11 @@ makes of some of the samples is found by training anew up to a step that has onl
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -32,12 +31,12 @@ from lightning_gradavg.verify.replay import (
 )
 from lightning_gradavg.verify.shards import on_mesh_of_one
 from lightning_gradavg.verify.sketches import Tensors
-from lightning_gradavg.verify.target import Build, without_types
+from lightning_gradavg.verify.target import Build, Options, without_types
 
 __all__ = ["Twin"]
 
 
-_OPTIONS_OF_ONE_DEVICE: Mapping[str, Any] = {
+_OPTIONS_OF_ONE_DEVICE: Options = {
     "devices": 1,
     "sync_batchnorm": False,
     # These count batches of one rank, while the batches of one process come from a record.
@@ -115,7 +114,7 @@ class Twin:
         with ExitStack() as stack:
             stack.enter_context(world_of_one())
             if facts.sharded:
-                stack.enter_context(on_mesh_of_one(module))
+                stack.enter_context(on_mesh_of_one())
             stack.enter_context(recorder.watching(module))
             trainer.fit(module, **data)
         record = recorder.record
@@ -123,7 +122,7 @@ class Twin:
             record.problem = "one process takes fewer steps than the run"
         return record
 
-    def _trainer(self, options: Mapping[str, Any], recorder: Recorder, window: int) -> Trainer:
+    def _trainer(self, options: Options, recorder: Recorder, window: int) -> Trainer:
         """Return a Trainer as the run has, but for one device, with windows of `window` batches."""
         # `window` is the length that counts.
         callbacks = without_types(options["callbacks"], (GradientAccumulationScheduler,))

@@ -91,7 +91,7 @@ def test_the_command_verifies_a_module_by_name(capsys):
     said = json.loads(verified(f"{HERE}:Scaled", "--data", f"{HERE}:Data", *options, capsys=capsys, code=1))
     assert ("different", False, 2, 1) == tuple(said[name] for name in ("verdict", "equal", "world_size", "steps"))
     assert ("32-true", 1e-4) == (said["precision"], said["tolerance"])
-    assert ["learning-rate scale", "data order"] == [finding["cause"] for finding in said["findings"]]
+    assert ["optimizer options", "data order"] == [finding["cause"] for finding in said["findings"]]
     assert ["note", "equal", "differs"] == [
         said["stages"][n] for n in ("samples", "clipped gradient", "optimizer options")
     ]
