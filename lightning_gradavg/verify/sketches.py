@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 __all__ = [
     "NEGLIGIBLE",
-    "SKETCHED_ELEMENTS",
     "Difference",
     "Tensors",
     "compare_tensors",
@@ -37,9 +36,6 @@ _SKETCHED_NUMBERS = 4096
 NEGLIGIBLE = 1e-5
 """What is so small beside the tolerance, in relation to the largest element of all tensors, is rounding."""
 
-SKETCHED_ELEMENTS = _SKETCHED_NUMBERS // 2
-"""The first numbers of a sketch, which are elements; those behind them are sums."""
-
 
 def sketch(tensor: Tensor) -> Tensor:
     """Return a tensor's elements as float64 on the CPU, of a large one 2048 of them and 2048 signed sums over all."""
@@ -51,21 +47,23 @@ def sketch(tensor: Tensor) -> Tensor:
     elements = dense.reshape(-1)
     if elements.numel() <= _SKETCHED_NUMBERS:
         return elements.to(device="cpu", dtype=torch.float64, copy=True)
-    half = SKETCHED_ELEMENTS
+    half = _SKETCHED_NUMBERS // 2
     positions = torch.linspace(0, elements.numel() - 1, half, dtype=torch.float64, device=elements.device).long()
-    # The elements are rows of `half` numbers. Every row is added to the sums with a sign of its own. One part after the
-    # other is converted to float64, so there is never a float64 copy of the whole tensor.
+    # The elements are rows of `half` numbers, and a rest. Every row is added to the sums with a sign of its own. One
+    # part after the other is converted to float64, so there is never a float64 copy of the whole tensor.
+    rows = elements[: elements.numel() // half * half].view(-1, half)
+    rest = elements[rows.numel() :].double()
+    signs = _signs(len(rows)).to(elements.device)
     sums = elements.new_zeros(half, dtype=torch.float64)
-    for part_index, part in enumerate(elements.split(half * half)):
-        rows = nn.functional.pad(part.double(), (0, -len(part) % half)).view(-1, half)
-        signs = _signs(part_index * half, len(rows)).to(rows.device)
-        sums += signs @ rows
+    sums[: len(rest)] = rest
+    for signs_of_part, part in zip(signs.split(half), rows.split(half), strict=True):
+        sums += signs_of_part @ part.double()
     return torch.cat([elements[positions].double(), sums * math.sqrt(half / elements.numel())]).cpu()
 
 
-def _signs(first: int, number: int) -> Tensor:
-    """Return 1 or -1 for each of these rows, as if by chance. Nothing is drawn: a draw would be that of the run."""
-    return (torch.arange(first, first + number) * 40503 % 65537 % 2 * 2 - 1).double()
+def _signs(number: int) -> Tensor:
+    """Return 1 or -1 for each of so many rows, as if by chance. Nothing is drawn: a draw would be that of the run."""
+    return (torch.arange(number) * 40503 % 65537 % 2 * 2 - 1).double()
 
 
 @dataclass(frozen=True)
