@@ -1,6 +1,7 @@
 """Time and memory of `gradavg verify` for a model of 124 million parameters, and of one process that trains it.
 
-The figures are in docs/verify.md. Linux only: elsewhere no process knows what it shares.
+Processor seconds count on a machine that does something else, too. The figures are in docs/verify.md. Linux only:
+elsewhere no process knows what it shares.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import contextlib
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -70,14 +71,24 @@ def train() -> None:
     trainer.fit(Model(), data())
 
 
-def _memory(root: int) -> int:
-    """Return the bytes that a process and its descendants hold; what they share counts once."""
-    root_process = psutil.Process(root)
+class _Usage(NamedTuple):
+    """What a process and its descendants use."""
+
+    held: int  # bytes; what they share counts once
+    seconds: dict[int, float]  # of processors so far, by process
+
+
+def _usage(root: int) -> _Usage:
     held: int = 0
-    for process in [root_process, *root_process.children(recursive=True)]:
-        with contextlib.suppress(psutil.Error):  # it has ended
-            held += process.memory_full_info().pss
-    return held
+    seconds: dict[int, float] = {}
+    with contextlib.suppress(psutil.Error):  # it has ended
+        root_process = psutil.Process(root)
+        for process in [root_process, *root_process.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                seconds[process.pid] = times.user + times.system
+                held += process.memory_full_info().pss
+    return _Usage(held, seconds)
 
 
 def main() -> None:
@@ -90,12 +101,16 @@ def main() -> None:
     for name, arguments in commands.items():
         started = time.perf_counter()
         most = 0
+        of_processors: dict[int, float] = {}
         with subprocess.Popen([sys.executable, *arguments]) as process:
             while process.poll() is None:
-                most = max(most, _memory(process.pid))
+                usage = _usage(process.pid)
+                most = max(most, usage.held)
+                of_processors |= usage.seconds
                 time.sleep(0.2)
         seconds = time.perf_counter() - started
-        line = f"{name}: exit code {process.returncode}, {seconds:.0f} s, {most / 1e9:.1f} GB"
+        times = f"{seconds:.0f} s, {sum(of_processors.values()):.0f} s of processors"
+        line = f"{name}: exit code {process.returncode}, {times}, {most / 1e9:.1f} GB"
         print(line)  # noqa: T201  # a benchmark prints
 
 
