@@ -288,11 +288,6 @@ class Drawn:
             self.samples[-1] = [samples[:size] for samples, size in zip(self.samples[-1], sizes, strict=True)]
 
     @property
-    def must_raise(self) -> bool:
-        """Whether a rank without samples runs a collective, which would count those of another rank."""
-        return self.has_tail and self.collects
-
-    @property
     def changes_within_a_window(self) -> bool:
         """Whether other parameters train in one micro-batch of a window than in another."""
         if not self.freezes:
@@ -300,7 +295,7 @@ class Drawn:
         return any(len({self.trains[index] for index in step}) > 1 for step in self.steps)
 
     @property
-    def may_raise(self) -> bool:  # noqa: PLR0911  # one for each reason
+    def may_raise(self) -> bool:
         """Whether there is a reason for which all ranks may raise."""
         # A node's ranks have the same say.
         if self.way == "split" and self.rule.name in ("mean_of_node_means", "sum_of_node_means"):
@@ -316,9 +311,6 @@ class Drawn:
             return True
         # Other parameters train within a window, where there is one: the plain mean has none where lengths are known.
         if self.changes_within_a_window and (self.rule.name != "mean" or self.stream):
-            return True
-        # A rank without samples runs a collective.
-        if self.must_raise:
             return True
         # A rank has no batch at all.
         return 0 in self.counts and (not self.stream or self.way == "manual")
@@ -468,8 +460,6 @@ def find_fault(drawn: Drawn, results_of_ranks: Sequence[Grads | str]) -> str | N
         if drawn.may_raise:
             return None
         return f"raised without reason: {first}"
-    if drawn.must_raise:
-        return f"a rank without samples ran a collective, with the result {first}"
     for result in results_of_ranks:
         if repr(result) != repr(first):
             return f"the ranks differ: {results_of_ranks}"
