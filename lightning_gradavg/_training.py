@@ -190,7 +190,7 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
         if self._moved is not None and self._moved.on_device is batch:
             host_batch = self._moved.on_host
         self._moved = None
-        self._reduction.look_at(host_batch)
+        self._reduction.search_targets(host_batch)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -21,7 +21,7 @@ from lightning_gradavg.reduction.loss import as_weight
 from lightning_gradavg.reduction.reference import rank_factors
 from lightning_gradavg.rules import RULES, Rule, is_number, resolve_rule
 
-__all__ = ["average_gradients", "needs_weight", "reduce_alike"]
+__all__ = ["average_gradients", "problem_without_weight", "sum_gradients_over_ranks"]
 
 _BUCKET_BYTES = 25 * 2**20  # as DDP's: while one is on its way, the next is copied
 
@@ -64,7 +64,7 @@ def average_gradients(
     """
     world = World.of(group)
 
-    # Within `agree`, which has all ranks raise what one of them finds; so does an unknown rule.
+    # `agree` calls it, so that an error on one rank, such as an unknown rule, is raised on all.
     def contribute() -> Contribution:
         return _contribution(module_or_parameters, resolve_rule(reduction), weight)
 
@@ -74,8 +74,10 @@ def average_gradients(
 
 
 @torch.no_grad()
-def reduce_alike(parameters: Sequence[Tensor], factor: float, group: dist.ProcessGroup | None) -> None:
-    """Replace the gradients of some parameters by their sum over all ranks, times a factor that all ranks have.
+def sum_gradients_over_ranks(parameters: Sequence[Tensor], factor: float, group: dist.ProcessGroup | None) -> None:
+    """Replace gradients by their sum over all ranks, times a factor that all ranks share. A collective operation.
+
+    For parameters that the engine of a run does not reduce (`ReplicatedGradients.reduce_unfrozen`).
 
     Raises:
         ValueError: On all ranks, without changing gradients, if the ranks' parameters or gradients don't fit together.
@@ -83,7 +85,7 @@ def reduce_alike(parameters: Sequence[Tensor], factor: float, group: dist.Proces
     world = World.of(group)
 
     def contribute() -> Contribution:
-        return _contribution(parameters, RULES["sum"], None)
+        return _contribution(parameters, RULES["sum"], None)  # without weights: the factor is all of the rule
 
     contribution, agreed = world.agree("the gradients of unfrozen parameters cannot be reduced", contribute)
     _reduce(contribution.tensors, agreed.details, factor, world)
@@ -147,20 +149,20 @@ def _writable(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-def needs_weight(rule: Rule) -> str:
-    """Return what is said where a rule uses weights, and there is none."""
+def problem_without_weight(rule: Rule) -> str:
+    """Return the message for a loss or gradient without a weight, under a rule that uses weights."""
     return (
         f"reduction={rule.name!r}, {rule.formula}, needs a weight: pass weight= on every rank, with every loss or its"
         " gradient, the number of loss terms (samples, tokens, ...) behind it, 0 where it has none"
     )
 
 
-def checked_weight(rule: Rule, weight: float | Tensor | None) -> float:
+def _checked_weight(rule: Rule, weight: float | Tensor | None) -> float:
     """Return a rank's weight as a number; 1 under a rule without weights, which ignores whatever is given."""
     if not rule.uses_weight:
         return 1.0
     if weight is None:
-        raise ValueError(needs_weight(rule))
+        raise ValueError(problem_without_weight(rule))
     number = as_weight(weight)
     if not is_number(number):
         raise ValueError(f"weight {number!r} is not a finite number >= 0")
@@ -188,9 +190,10 @@ def _require_reducible(label: str, value: object) -> None:
 
 
 def _contribution(source: object, rule: Rule, weight: float | Tensor | None) -> Contribution:
-    """Return what this rank brings to a reduction, checked. The details are whether each parameter has a gradient."""
+    """Return what this rank sends to be compared, checked. The details are whether each parameter has a gradient."""
     parameters = _labeled(source)
     has_gradient: list[bool] = []
+    # What must be equal on all ranks.
     equal = [f"reduction={rule.name!r}, {rule.formula}", f"{len(parameters)} parameters"]
     for label, parameter in parameters.items():
         gradient = getattr(parameter, "grad", None)
@@ -201,7 +204,13 @@ def _contribution(source: object, rule: Rule, weight: float | Tensor | None) -> 
         _require_reducible(label, like)
         equal.append(f"{label} of shape {tuple(like.shape)}, {like.dtype} on {like.device.type}")
         has_gradient.append(gradient is not None)
-    return Contribution(equal, has_gradient, checked_weight(rule, weight), rule.node, parameters)
+    return Contribution(
+        equal,
+        details=has_gradient,
+        weight=_checked_weight(rule, weight),
+        node=rule.node,
+        tensors=parameters,
+    )
 
 
 def _labeled(source: object) -> dict[str, Tensor]:

@@ -25,7 +25,9 @@ __all__ = ["CommHook", "Hook", "require_hookable"]
 # (`optimizer_overlap_hooks`) or quantize by collectives of NCCL alone (`quantization_hooks`).
 _FOLDER_OF_TORCH = "torch.distributed.algorithms.ddp_comm_hooks"
 _SERVED = ("default_hooks", "debugging_hooks", "powerSGD_hook")
-_SERVED_ON = {"gloo": _SERVED[:2]}  # PowerSGD begins collectives when others are done, at another moment on each rank
+# On other backends all are served. PowerSGD begins collectives when others are done, at another moment on each rank,
+# and gloo mixes them up.
+_SERVED_ON = {"gloo": _SERVED[:2]}
 
 _UNWEIGHED = (
     "a backward reduced gradients of the model whose loss was not weighed, so the rule would not be theirs. Call"
@@ -48,12 +50,12 @@ class CommHook:
     | the user gives | there is a window                                 | there is none: the plain mean              |
     |----------------|---------------------------------------------------|--------------------------------------------|
     | a hook         | it gets buckets whose mean is the gradient        | it gets DDP's buckets                      |
-    | a wrapper only | the wrapper of `allreduce_hook`, likewise         | likewise                                   |
+    | a wrapper only | the wrapped `allreduce_hook` gets these buckets   | the wrapped `allreduce_hook` gets them     |
     | neither        | buckets are multiplied, and ranks add up; those   | no hook is registered: DDP divides, to     |
     |                | of 16 bits add up in float32                      | stock's bits                               |
 
     Attributes:
-        window: The window of the model; None under the plain mean.
+        window: The window of the model; None under the plain mean. Whoever makes the window sets it before `register`.
     """
 
     def __init__(
@@ -62,14 +64,20 @@ class CommHook:
         state: object = None,
         wrapper: Callable[[Hook], Hook] | None = None,
     ) -> None:
-        """Take what the user gave."""
+        """Take what the user gave.
+
+        Args:
+            hook: A hook that returns the mean of a bucket over the ranks.
+            state: What the hook gets as its first argument.
+            wrapper: Makes a hook of `hook`, or of `allreduce_hook` without one.
+        """
         self.window: Window | None = None
         self._hook = hook
         self._state = state
         self._wrapper = wrapper
 
     def register(self, model: DistributedDataParallel) -> bool:
-        """Register the hook with a model, unless it does nothing; return whether it does."""
+        """Register the hook with a model; return False if none is needed, as under the plain mean of stock DDP."""
         hook = self._hook
         if self._wrapper is not None:
             hook = self._wrapper(hook or allreduce_hook)
@@ -101,7 +109,10 @@ class CommHook:
         return True
 
     def _factor(self) -> float | None:
-        """Return what a bucket is multiplied by; None under the plain mean, whose buckets stay as they are."""
+        """Return what a bucket is multiplied by; None under the plain mean, whose buckets stay as they are.
+
+        If the loss behind the bucket was not weighed, zero the bucket, and have the backward raise at its end.
+        """
         if self.window is None:
             return None
         factor = self.window.factor()
@@ -113,7 +124,7 @@ class CommHook:
         return factor
 
     def require_served(self, model: DistributedDataParallel, device: torch.device) -> None:
-        """Raise a ValueError about a hook of torch that does not return the mean, or that the backend mixes up."""
+        """Raise a ValueError about a hook of torch that returns no mean, or whose collectives the backend mixes up."""
         served = _SERVED_ON.get(backend_of(model.process_group, device), _SERVED)
         # Of the state, too: a function of the user's may call torch's hook, which needs a state of its own class.
         for module in (getattr(self._hook, "__module__", ""), type(self._state).__module__):
@@ -126,7 +137,7 @@ class CommHook:
                 )
 
     def describe(self, parameters: Sequence[Tensor]) -> str:
-        """Return what the line at the start of a run says of it."""
+        """Return what the line at the start of a run says of the hook."""
         if self.window is None or self._hook is not None or self._wrapper is not None:
             return ""
         for parameter in parameters:

@@ -48,7 +48,10 @@ def require_gather_allowed() -> None:
 
 
 def exchanging_world(group: dist.ProcessGroup | None) -> World:
-    """Return the ranks that exchange in a group of the user's, None for all ranks."""
+    """Return the world in which ranks exchange where the user names a group, or None for all ranks.
+
+    Within a training step, all ranks have a process group beside that of DDP's buckets (`Forward.world`).
+    """
     world = running_forward().world
     if world is not None and group in (None, dist.group.WORLD):
         return world
@@ -98,12 +101,13 @@ def gather(tensors: T, *, group: dist.ProcessGroup | None = None) -> T:
     details_of_tensor = list(zip(*agreed.details, strict=True))
     rows = details_of_tensor[: len(local_tensors)]
     requires_grad = [any(of_ranks) for of_ranks in details_of_tensor[len(local_tensors) :]]
-    exchange = _Exchange(world, rows, requires_grad, stands_in=running_forward().stands_in)
+    stands_in = running_forward().stands_in  # a rank without samples computes some that do not count
+    exchange = _Exchange(world, rows, requires_grad, stands_in)
     # Without a leaf of its own that requires grad, a rank whose tensors need none would not join the backward.
     anchor = torch.zeros((), requires_grad=any(requires_grad))
     apply = cast("Callable[..., tuple[Tensor, ...]]", _Gather.apply)
     begin_of_backward, *gathered = apply(exchange, anchor, *local_tensors)
-    note_exchange("gather", begin_of_backward)
+    note_exchange("gather", begin_of_backward)  # for a rank that returns no loss: other ranks wait for its backward
     remaining = iter(gathered)
     result: T = mapped(tensors, lambda _: next(remaining))
     return result
@@ -155,12 +159,12 @@ def _require_rows(label: str, value: object) -> None:
 
 
 class _Exchange(NamedTuple):
-    """What all ranks know about one call of `gather`, and what this one adds to the gradients of the others."""
+    """What all ranks know about one call of `gather`, and whether this rank's loss counts."""
 
     world: World
     rows: Sequence[Sequence[int]]  # of each tensor, the rows of every rank
     requires_grad: Sequence[bool]  # of each tensor, whether it does on any rank
-    stands_in: bool  # whether this rank's loss does not count
+    stands_in: bool  # whether this rank has no samples, and so a loss that does not count
 
 
 class _Gather(torch.autograd.Function):
@@ -179,14 +183,15 @@ class _Gather(torch.autograd.Function):
             local_rows = _contiguous(tensor)
             sent = torch.cat([local_rows] * size)
             gathered.append(_exchanged(sent, [len(tensor)] * size, rows, exchange.world))
-        # Else autograd would give those a gradient, too, as the anchor requires one.
+        # The anchor requires grad, so autograd would have every output require it.
         without_gradient: list[Tensor] = []
         for tensor, requires_grad in zip(gathered, exchange.requires_grad, strict=True):
             if not requires_grad:
                 without_gradient.append(tensor)
         ctx.mark_non_differentiable(*without_gradient)
-        # Its value is not needed. But where a backward reads something, `torch.utils.checkpoint` computes the forward
-        # again, with this exchange: so all ranks do, also one without a loss, whose backward reads nothing else there.
+        # The backward needs no value. But `torch.utils.checkpoint` computes a forward again only where its backward
+        # reads something, and this exchange with it. On a rank without a loss, the backward reads nothing else: so
+        # without the anchor, the other ranks would wait for its exchange.
         ctx.save_for_backward(anchor)
         return torch.zeros_like(anchor), *gathered
 
@@ -202,7 +207,8 @@ class _Gather(torch.autograd.Function):
                 of_local_rows.append(None)
                 continue
             sent = gradient
-            # Not what a step takes by `torch.autograd.grad`, whose loss nobody weighs.
+            # The weighed loss of a stand-in sends zeros anyway. A loss that a step differentiates by
+            # `torch.autograd.grad` is not weighed, and must not reach other ranks, either.
             if exchange.stands_in:
                 sent = torch.zeros_like(gradient)
             parts = _exchanged(_contiguous(sent), rows, [rows[world.rank]] * world.size, world)
@@ -215,22 +221,23 @@ def _contiguous(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def _exchanged(sent: Tensor, to: Sequence[int], of: Sequence[int], world: World) -> Tensor:
-    """Send so many rows of a contiguous tensor to each rank in order, and return so many from each.
+def _exchanged(sent: Tensor, rows_to: Sequence[int], rows_from: Sequence[int], world: World) -> Tensor:
+    """Send each rank its rows of a contiguous tensor, and return those from each. A collective operation.
 
-    They travel as bytes: so every dtype does, on every backend. It is no all-gather, which needs as many rows on every
-    rank, nor a reduce-scatter, which on gloo moves twice the bytes, and sums half precision in half precision.
+    Both are in rank order. They travel as bytes: so every dtype does, on every backend. It is no all-gather, which
+    needs as many rows on every rank, nor a reduce-scatter, which on gloo moves twice the bytes, and sums half precision
+    in half precision.
     """
     if world.group is None:
         return sent
-    received = sent.new_empty(sum(of), *sent.shape[1:])
+    received = sent.new_empty(sum(rows_from), *sent.shape[1:])
     row_bytes = math.prod(sent.shape[1:]) * sent.itemsize
     with torch.profiler.record_function("GradAvg: exchange gathered rows"):
         dist.all_to_all_single(
             received.view(-1).view(torch.uint8),
             sent.view(-1).view(torch.uint8),
-            [rows * row_bytes for rows in of],
-            [rows * row_bytes for rows in to],
+            [rows * row_bytes for rows in rows_from],
+            [rows * row_bytes for rows in rows_to],
             group=world.group,
         )
     return received

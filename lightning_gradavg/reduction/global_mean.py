@@ -4,7 +4,8 @@ Rank r has the total `t_r` of a term, a sum over `n_r` items, and `N` is the sum
 is `sum of t_r / N`, and its gradient is `sum of dt_r / N`. The plain mean over W ranks divides the sum of the ranks'
 gradients by W, so each rank's gradient is `W / N` times that of its own total.
 
-A rank that stands in for one without samples is no part of a plain mean, so W counts the ranks that have some.
+A rank without samples computes a *stand-in*, which does not count. It is no part of a plain mean: W counts the ranks
+that have samples.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def global_mean(total: T, count: object, *, group: dist.ProcessGroup | None = No
 class _Terms(NamedTuple):
     """The numbers that a rank sends: zeros for a term that does not count."""
 
-    stands_in: float  # 1 if the rank stands in for one without samples, else 0
+    stands_in: float  # 1 if the rank has no samples, and computes a stand-in; else 0
     totals: list[float]  # of each term, in the order of their names
     counts: list[float]  # likewise
 
@@ -120,7 +121,7 @@ class _Terms(NamedTuple):
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[float]) -> _Terms:
-        """Return those of a row."""
+        """Return the terms that a row holds."""
         terms = (len(numbers) - 1) // 2
         return cls(numbers[0], list(numbers[1 : 1 + terms]), list(numbers[1 + terms :]))
 
@@ -157,7 +158,7 @@ def _contribution(total: object, count: object) -> Contribution:
 
 
 def _named(terms: Mapping[str, object]) -> str:
-    """Return the places of the terms in their structure, for messages."""
+    """Return what messages call the terms: their places in the structure."""
     if "" in terms:  # a single value, in no structure
         return "one term"
     return f"the terms {', '.join(sorted(terms))}"

@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradavg._lightning.internals import scale_each
 from lightning_gradavg._support.flat import local_part
-from lightning_gradavg.reduction.average import reduce_alike
+from lightning_gradavg.reduction.average import sum_gradients_over_ranks
 
 __all__ = [
+    "DDP_REDUCES",
     "Backward",
     "Gradients",
     "KeepsApart",
@@ -33,11 +34,18 @@ __all__ = [
 ]
 
 
-class Backward(NamedTuple):
-    """What is known of a backward before it runs."""
+DDP_REDUCES = (
+    "it reduces in the first backward after a forward outside of no_sync(). Have the window's last forward outside of"
+    " it, too; and run one backward for each forward: pass several losses as one, their sum."
+)
+"""When DDP reduces, and what to do, for messages about a backward in which it does not."""
 
-    is_last_of_step: bool = True  # False within `training_step`, of a piece that is not the step's last
-    is_in_last_step: bool = True  # whether the window ends with the step
+
+class Backward(NamedTuple):
+    """What is known of a backward before it runs. A step that runs in *pieces* has a backward for each of them."""
+
+    is_last_of_step: bool = True  # False of a piece but the last, whose backward runs within `training_step`
+    is_in_last_step: bool = True  # whether the window ends with the step: then `ReplicaGradients` sums what is complete
 
 
 class Gradients(Protocol):
@@ -60,7 +68,10 @@ class Gradients(Protocol):
         """Have the parameters hold the gradients of the window alone."""
 
     def end_backward(self, backward: Backward) -> None:
-        """End a backward that did not raise."""
+        """End a backward that did not raise. Unless it is the step's last, keep its gradients out of the parameters.
+
+        Lightning zeroes gradients between `training_step` and the last backward.
+        """
 
     def reduce(self, parameters: Sequence[nn.Parameter], factor: float, *, in_hook: bool) -> None:
         """Have the parameters hold the sum over ranks, times the factor. A collective operation.
@@ -72,24 +83,30 @@ class Gradients(Protocol):
         """
 
     def reduce_unfrozen(self, factor: float) -> None:
-        """Sum the gradients of what the model's engine does not know, times a factor; under the plain mean. Collective.
+        """Sum the gradients of parameters that the model's engine does not reduce, times a factor. Collective.
 
-        Raise a ValueError if that cannot be.
+        The plain mean calls it after each window, in the place of `reduce`: the engine has averaged all others. Raise
+        a ValueError if there are such parameters, and they cannot be summed.
         """
 
     def add_earlier(self) -> None:
         """Add the gradients from before the window."""
 
     def abandon(self, *, are_zeroed: bool = False) -> None:
-        """Discard the gradients of the window, and restore those from before it unless the user has zeroed both."""
+        """Discard the gradients of the window, and restore those from before it.
+
+        Args:
+            are_zeroed: Whether the user has zeroed both, so that there is nothing to restore.
+        """
 
 
 class KeepsApart:
     """Keeps the gradients of a window and those from before it apart, which the factor of the window must not multiply.
 
     `.grad` is the only place where autograd accumulates and an optimizer reads. So the gradients from before the window
-    leave it when its first backward begins, and are added when it is reduced. Within `training_step`, after a backward
-    of a piece that is not the step's last, they change places: Lightning zeroes gradients after the step.
+    leave it when its first backward begins, and are added when it is reduced. Lightning zeroes `.grad` between
+    `training_step` and the backward. So after the backward of a piece, which runs within `training_step`, `.grad` holds
+    the gradients from before the window again, until the next backward begins.
     """
 
     def __init__(self) -> None:
@@ -113,7 +130,7 @@ class KeepsApart:
         self._of_window = {}
 
     def end_backward(self, backward: Backward) -> None:
-        """Have the parameters hold the gradients from before the window, if Lightning zeroes some before it goes on."""
+        """End a backward; between pieces, have the parameters hold the gradients from before the window."""
         if backward.is_last_of_step:
             return
         assert self._holding is not None
@@ -176,23 +193,19 @@ class ReplicatedGradients(KeepsApart):
     def reduce(self, parameters: Sequence[nn.Parameter], factor: float, *, in_hook: bool) -> None:  # noqa: ARG002  # all
         """Sum what DDP does not know; raise a RuntimeError if DDP has not reduced the rest. A collective operation."""
         has_gradient = [parameter.grad is not None for parameter in self._in_buckets if parameter.requires_grad]
-        # With unused parameters, DDP reduces nothing, and says so in its next forward, in better words.
+        # Where some have no gradient, DDP still waits for them. It says so in its next forward, in better words.
         if not in_hook and has_gradient and all(has_gradient):
             # Gradients would stay those of each rank, without a word, as with stock DDP.
-            raise RuntimeError(
-                "DDP reduced nothing in this backward: it reduces in the first backward after a forward outside of"
-                " no_sync(). Have the window's last forward outside of it, too; and run one backward for each forward:"
-                " pass several losses as one, their sum."
-            )
+            raise RuntimeError(f"DDP reduced nothing in this backward: {DDP_REDUCES}")
         self.reduce_unfrozen(factor)
 
     def reduce_unfrozen(self, factor: float) -> None:
-        """Sum the gradients of those that were frozen when the model was wrapped, and train now, times a factor."""
-        # Collective: all ranks must unfreeze the same parameters at the same step, as replicas do. One that has a
-        # gradient and is frozen again counts: under the plain mean, what trains may change within a window.
+        """Sum the gradients of those that were frozen when the model was wrapped, and train now. Collective."""
+        # All ranks must unfreeze the same parameters at the same step, as replicas do. One that has a gradient and is
+        # frozen again counts: under the plain mean, what trains may change within a window.
         late = [parameter for parameter in self._frozen if parameter.requires_grad or parameter.grad is not None]
         if late:
-            reduce_alike(late, factor, self._group)
+            sum_gradients_over_ranks(late, factor, self._group)
 
     @property
     def unfrozen(self) -> list[nn.Parameter]:

@@ -25,7 +25,7 @@ class BypassGuard:
 
     def _check(self, leaf: Tensor) -> None:
         if not self._is_weighed():
-            # A user who catches the error must not step on it.
+            # A user who catches the error must not step on this gradient.
             leaf.grad = None
             raise RuntimeError(
                 f"a gradient of shape {tuple(leaf.shape)} reached the model by a backward that bypassed"
@@ -34,7 +34,7 @@ class BypassGuard:
             )
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks. Those of a `GradAvgReducer` stay as long as its model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

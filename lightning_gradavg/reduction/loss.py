@@ -130,22 +130,28 @@ _BY_SAMPLES = (
 class Weights:
     """Reads the weights of a run's micro-batches; under a rule without weights they are 1.
 
-    The calls for each micro-batch: `look_at` when its batch is loaded, and `read` after the forward.
+    The calls for each micro-batch: `search_targets` when its batch arrives, and `read` after the forward.
     """
 
     def __init__(self, rule: Rule, warn: Callable[[str], None], inform: Callable[[str], None]) -> None:
-        """Read the weights of a rule; `warn` and `inform` give the user a message, which may come again."""
+        """Begin a run.
+
+        Args:
+            rule: The rule, which says whether weights are read.
+            warn: Gives the user a warning. It is called for each micro-batch, and decides whether it shows one again.
+            inform: Gives the user a message that is no warning; likewise.
+        """
         self._rule = rule
         self._warn = warn
         self._inform = inform
-        self._explicit: bool | None = None  # whether the micro-batches before had weights; None before the first
+        self._was_given: bool | None = None  # whether the micro-batch before had a weight; None before the first
         self._batches_to_search = 0
         if rule.uses_weight:
             self._batches_to_search = _BATCHES_SEARCHED
         self._has_ignored_targets = False
 
-    def look_at(self, batch: object) -> None:
-        """Search the first batches for ignored targets, where they are on the host."""
+    def search_targets(self, batch: object) -> None:
+        """Note whether a batch holds ignored targets: one of the first batches, and on the host."""
         if self._batches_to_search == 0:
             return
         self._batches_to_search -= 1
@@ -172,11 +178,15 @@ class Weights:
         # Whatever is wrong becomes a problem of the micro-batch: raised here, it would leave the other ranks waiting.
         # The first one found is kept, as it is the cause.
         if problem is None:
-            problem = self._note(given=is_given)
+            if is_given:
+                self._batches_to_search = 0
+            else:
+                self._inform_of_samples()
+            problem = self._problem_of_change(is_given=is_given)
         if samples == 0:
             return MicroBatch(0.0, is_given, problem, absent=True)
         if problem is None and samples is not None and not is_given:
-            problem = _dropped_samples(batch, samples)
+            problem = _problem_of_dropped_samples(batch, samples)
         number = 0.0
         try:
             number = self._number(weight, batch, samples)
@@ -212,26 +222,26 @@ class Weights:
             return float(samples)
         return float(batch_samples(batch))
 
-    def _note(self, *, given: bool) -> str | None:
-        """Tell the user about the default weight; return a problem if only some steps of the run have weights."""
+    def _inform_of_samples(self) -> None:
+        """Tell the user what the default weight is, and warn where it seems wrong."""
+        if self._has_ignored_targets:
+            self._warn(_IGNORED)
+        self._inform(_BY_SAMPLES)
+
+    def _problem_of_change(self, *, is_given: bool) -> str | None:
+        """Return a problem if only some steps of the run have weights; remember whether this one has."""
         # Weights and samples are of different sizes. Each rank compares its own steps here, and the rows of a window
         # compare the ranks.
-        before = self._explicit
-        self._explicit = given
-        if given:
-            self._batches_to_search = 0
-        else:
-            if self._has_ignored_targets:
-                self._warn(_IGNORED)
-            self._inform(_BY_SAMPLES)
-        if before is None or before == given:
+        before = self._was_given
+        self._was_given = is_given
+        if before is None or before == is_given:
             return None
-        if given:
+        if is_given:
             return f"a weight was not given in the steps before, but in this one: {ALWAYS_OR_NEVER}"
         return f"a weight was given in the steps before, but not in this one: {ALWAYS_OR_NEVER}"
 
 
-def _dropped_samples(batch: object, samples: float) -> str | None:
+def _problem_of_dropped_samples(batch: object, samples: float) -> str | None:
     """Return the problem that a batch has fewer rows than the samples that were loaded for it, if it tells its rows."""
     try:
         rows = batch_samples(batch)

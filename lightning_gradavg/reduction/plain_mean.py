@@ -14,12 +14,13 @@ __all__ = ["PlainMean"]
 class PlainMean:
     """Counts the micro-batches of windows whose length is known when they begin. It touches no gradient.
 
-    The calls are those of `Window`. What remains to be done: Lightning divides every loss by N, so the losses of a
-    window of fewer micro-batches carry N / length.
+    `Reduction` calls it as it calls a `Window`, which weighs losses: so it has the same methods, of which some do
+    nothing. Here the engine averages the gradients, and one thing remains to be done. Lightning divides every loss by N
+    (`accumulate_grad_batches`), so the losses of a window of fewer micro-batches are multiplied by N / length.
 
     Attributes:
-        reduce: Called after the last backward of a window.
-        has_ended: Whether the last micro-batch of the window was added, so that `reduce` comes after its backward.
+        reduce: What reduces the parameters that the engine does not know. It is called after a window's last backward.
+        has_ended: Whether the micro-batch that was added last ends the window; asked after its backward.
     """
 
     def __init__(self, reduce: Callable[[], None]) -> None:
@@ -43,23 +44,30 @@ class PlainMean:
         return not self._micro_batches
 
     def add(self, micro_batch: MicroBatch, *, ends: bool, divisor: float, length: int) -> float:
-        """Count a micro-batch; return what its loss is multiplied by, 1 in full windows."""
+        """Count a micro-batch; return what its loss is multiplied by, 1 in full windows.
+
+        Args:
+            micro_batch: What is known of it.
+            ends: Whether the window ends with it.
+            divisor: N.
+            length: How many micro-batches the window will have.
+        """
         self._micro_batches.append(micro_batch)
         self._length = length
         self.has_ended = ends
         return divisor / length
 
     def begin_backward(self, **_: bool) -> None:
-        """Do nothing."""
+        """Do nothing: the gradients stay where stock has them."""
 
     def end_backward(self) -> None:
-        """Do nothing."""
+        """Do nothing, likewise."""
 
     def record(self) -> WindowRecord:
-        """Return what a report says of the window: every pair counts once."""
+        """Return what a report says of the window: every micro-batch counts once, w = z = 1."""
         shares: list[Share] = []
         for micro_batch in self._micro_batches:
             counted = float(not micro_batch.absent)
             shares.append(Share(counted, counted))
-        # The losses were divided by N, and multiplied by N / length.
+        # The losses were divided by N, and multiplied by N / length: so this rank's gradient is a sum over the length.
         return WindowRecord(self._micro_batches, shares, float(self._length))

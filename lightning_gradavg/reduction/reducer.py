@@ -18,9 +18,9 @@ from lightning_gradavg._lightning.internals import after_backward, parameters_kn
 from lightning_gradavg._support.collectives import Contribution, World
 from lightning_gradavg._support.place import places_on_nodes
 from lightning_gradavg._support.tree import leaves
-from lightning_gradavg.reduction.average import needs_weight
+from lightning_gradavg.reduction.average import problem_without_weight
 from lightning_gradavg.reduction.comm_hook import CommHook, Hook, require_hookable
-from lightning_gradavg.reduction.gradients import ReplicatedGradients
+from lightning_gradavg.reduction.gradients import DDP_REDUCES, ReplicatedGradients
 from lightning_gradavg.reduction.guard import BypassGuard
 from lightning_gradavg.reduction.loss import MicroBatch, Weights, require_loss, weighed
 from lightning_gradavg.reduction.window import Ranks, WeightUnit, Window, WindowState
@@ -28,11 +28,7 @@ from lightning_gradavg.rules import RULES, Rule, resolve_rule
 
 __all__ = ["GradAvgReducer"]
 
-_NOTHING_REDUCED = (
-    "DDP would reduce nothing in this backward: it reduces in the first backward after a forward outside of no_sync()."
-    " Have the window's last forward outside of it, too; and run one backward for each forward: pass several losses as"
-    " one, their sum."
-)
+_NOTHING_REDUCED = f"DDP would reduce nothing in this backward: {DDP_REDUCES}"
 
 
 class _Model:
@@ -247,7 +243,7 @@ class GradAvgReducer:
         loss = require_loss(loss)
         problem = None
         if weight is None and samples is None and self._rule.uses_weight:
-            problem = needs_weight(self._rule)
+            problem = problem_without_weight(self._rule)
         micro_batch = self._weights.read(weight, None, samples, problem)
         if self._is_mean and divided_by is None:
             if micro_batch.absent:

@@ -117,7 +117,7 @@ class Reduction(Part):
         super().setup(run)
         self.is_manual = not run.module.automatic_optimization
         self._weights = Weights(self.rule, self._warn_on_rank_zero, self._inform_on_rank_zero)
-        self.look_at = self._weights.look_at
+        self.search_targets = self._weights.search_targets
         self.observer: Observer | None = None
         self.pending: Tensor | None = None
         self.may_miss = False
