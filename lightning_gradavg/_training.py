@@ -70,7 +70,7 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
     _reduction: Reduction
     _batches: Batches
     _parts: tuple[Part, ...]  # in the order in which they are called
-    _plain: Mapping[str, Any]  # the options that must be the same on all ranks
+    _plain_options: Mapping[str, Any]  # numbers and texts, which must be the same on all ranks
     _run: Run  # from `setup` on
     _preparing: str | None = None  # the stage of the loaders that Lightning prepares
     _parts_set_up: tuple[Part, ...] = ()  # those whose `setup` returned
@@ -86,7 +86,7 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
 
     @property
     def _restores(self) -> bool:
-        """Whether Lightning may be restoring a run that is about to train; any other time a user reads a file."""
+        """Whether Lightning may be restoring a run that is about to train. At other times, a user reads a checkpoint."""
         module = self.lightning_module
         if module is None or not self._trains:
             return False
@@ -104,7 +104,7 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
             self._parts_set_up += (part,)
         if self._trains:
             # Before the engine's, in which ranks of different runs would wait for each other.
-            require_one_run(self._run.world, trainer, module, self._plain)
+            require_one_run(self._run.world, trainer, module, self._plain_options)
         super().setup(trainer)
 
     @override
@@ -154,17 +154,18 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
         return dataloader
 
     def _process_training_loader(self, loader: object) -> object:
-        """Return what is read instead of a training loader. A collective operation."""
+        """Return what is read instead of a training loader. A collective operation. `GradAvgStrategy` extends it."""
         return self._batches.process_dataloader(loader)
 
     def on_train_start(self) -> None:
-        """Begin with the training loaders, which are known now."""
+        """Begin training, with loaders that are known now. Lightning calls it on all ranks; parts may exchange."""
         super().on_train_start()
         self._phase = _Phase.BETWEEN_BATCHES
         # Not in `setup`: a search for a learning rate or batch size trains with other callbacks than the run.
         if self._arrival is None:
             self._arrival = Arrival(self._begin_batch, self._end_batch, self._end_epoch)
         self._arrival.insert(self._run.trainer)
+        # Of joined loaders, some ranks may have fewer batches than others.
         self._reduction.may_miss = self._batches.joins
         for part in self._parts:
             part.on_train_start()
@@ -181,7 +182,10 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
         return moved
 
     def _begin_batch(self, batch: object) -> None:
-        """Begin to train on a batch. Its number is counted already, and no hook of the user's has seen it."""
+        """Begin to train on a batch: `Arrival`, the first callback, calls this.
+
+        The batch's number is counted already, and no hook of the user's has seen it.
+        """
         self._phase = _Phase.BETWEEN_BATCHES
         self._preparing = None
         self._batches.on_train_batch_start()
@@ -196,14 +200,17 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Train on the batch: Lightning calls this after the hooks of callbacks and module, before the step."""
         super().on_train_batch_start(batch, batch_idx)
-        # A user has given the trainer another list of callbacks. Without ours, the step would count for the batch
-        # before.
+        # A user has given the trainer another list of callbacks, without `Arrival`. So nobody has called
+        # `_begin_batch`, and the step would count for the batch before.
         if self._arrival is not None and self._arrival.insert(self._run.trainer):
             self._begin_batch(batch)
         self._phase = _Phase.ON_BATCH
 
     def _end_batch(self, batch: object) -> None:
-        """End a batch. Of None Lightning calls no hook but the one that leads here."""
+        """End a batch: `Arrival` calls this. Raise a RuntimeError if it is None, on one of several ranks.
+
+        Of a batch that is None, Lightning calls no other hook.
+        """
         self._phase = _Phase.BETWEEN_BATCHES
         world = self._run.world
         # Where `training_step` fetches its batches itself, Lightning may have none.
@@ -234,7 +241,7 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
         return output
 
     def _run_step(self, forward: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the output of a step, in automatic optimization with one loss to run the backward from."""
+        """Return the output of a step with its loss weighed. `GradAvgStrategy` runs a step in pieces here."""
         batches = self._batches
         with running(Forward(batches.samples, batches.without_samples, self._reduction.exchanging)):
             with batches.training_step():
@@ -288,7 +295,7 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        # The other ranks write no part of it.
+        # A rank that failed alone writes none: the other ranks would write no part of it.
         if not self._faults.ends_apart():
             super().save_checkpoint(checkpoint, *args, **kwargs)
 

@@ -60,7 +60,7 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         self._parts = (self._reduction, self._batches, self._faults)
         self._guard: BypassGuard | None = None
         self._output_hooks: list[RemovableHandle] = []  # of the outermost sharded modules
-        self._plain = {"reduction": rule.name}
+        self._plain_options = {"reduction": rule.name}
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -71,7 +71,7 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         gradients = ShardedGradients(self._run.module, self.device_mesh, self.optimizers)
         # `ModelParallelStrategy` wraps no module, and has no moment `configure_ddp`.
         self._run = replace(self._run, places=tuple(gradients.places))
-        self._reduction.begin(self._run, gradients)
+        self._reduction.begin_run(self._run, gradients)
         if rule != RULES["mean"]:
             self._guard = BypassGuard(gradients.leaves(), rule.name, self._reduction.is_in_backward)
             inner: set[nn.Module] = set()

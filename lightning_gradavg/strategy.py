@@ -216,7 +216,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             **ddp_options,  # by this name, from which jsonargparse learns which options DDP has
         )
         self._options = options
-        self._plain = plain(given)
+        self._plain_options = plain(given)
         self._log_hyperparams = log_hyperparams
 
         self._reports = Reports(options.rule, self._lr_factors)

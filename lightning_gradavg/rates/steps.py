@@ -64,7 +64,8 @@ class ScaledSteps:
     No reference to the optimizer is kept, so that one which a user replaces is freed.
 
     Attributes:
-        taken: Optimizer steps, without those within another one of the same optimizer.
+        taken: Optimizer steps, without those within another one of the same optimizer. `Rates` sets it when a run is
+            resumed.
     """
 
     def __init__(self, factor: Callable[[int], float], scaled: Callable[[_Group, float], Hyperparameters]) -> None:
@@ -208,7 +209,7 @@ class ScaledSteps:
 
 
 def _copied(value: Any) -> Any:
-    """Return a hyperparameter, or of tensors, alone or in a tuple, a copy."""
+    """Return a hyperparameter with copies of its tensors: it may be one, or a tuple of some."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, tuple):

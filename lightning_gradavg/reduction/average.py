@@ -85,7 +85,8 @@ def sum_gradients_over_ranks(parameters: Sequence[Tensor], factor: float, group:
     world = World.of(group)
 
     def contribute() -> Contribution:
-        return _contribution(parameters, RULES["sum"], None)  # without weights: the factor is all of the rule
+        # A rule without weights: the factor has them.
+        return _contribution(parameters, RULES["sum"], None)
 
     contribution, agreed = world.agree("the gradients of unfrozen parameters cannot be reduced", contribute)
     _reduce(contribution.tensors, agreed.details, factor, world)

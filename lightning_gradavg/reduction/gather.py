@@ -101,13 +101,15 @@ def gather(tensors: T, *, group: dist.ProcessGroup | None = None) -> T:
     details_of_tensor = list(zip(*agreed.details, strict=True))
     rows = details_of_tensor[: len(local_tensors)]
     requires_grad = [any(of_ranks) for of_ranks in details_of_tensor[len(local_tensors) :]]
-    stands_in = running_forward().stands_in  # a rank without samples computes some that do not count
+    # A rank without samples computes some that do not count.
+    stands_in = running_forward().stands_in
     exchange = _Exchange(world, rows, requires_grad, stands_in)
     # Without a leaf of its own that requires grad, a rank whose tensors need none would not join the backward.
     anchor = torch.zeros((), requires_grad=any(requires_grad))
     apply = cast("Callable[..., tuple[Tensor, ...]]", _Gather.apply)
     begin_of_backward, *gathered = apply(exchange, anchor, *local_tensors)
-    note_exchange("gather", begin_of_backward)  # for a rank that returns no loss: other ranks wait for its backward
+    # If this rank returns no loss, the backward of 0 must reach the exchange, for which other ranks wait.
+    note_exchange("gather", begin_of_backward)
     remaining = iter(gathered)
     result: T = mapped(tensors, lambda _: next(remaining))
     return result

@@ -44,8 +44,10 @@ DDP_REDUCES = (
 class Backward(NamedTuple):
     """What is known of a backward before it runs. A step that runs in *pieces* has a backward for each of them."""
 
-    is_last_of_step: bool = True  # False of a piece but the last, whose backward runs within `training_step`
-    is_in_last_step: bool = True  # whether the window ends with the step: then `ReplicaGradients` sums what is complete
+    # False of all pieces but the last: their backward runs within `training_step`.
+    is_last_of_step: bool = True
+    # Whether the window ends with the step. Then `ReplicaGradients` sums the replicas, each after its last backward.
+    is_in_last_step: bool = True
 
 
 class Gradients(Protocol):

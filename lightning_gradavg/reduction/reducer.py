@@ -38,8 +38,9 @@ class _Model:
         self.window = window
         self.gradients = gradients
         # Whether DDP reduces in the next backward. It decides so in a forward with gradients (`_post_forward`), for the
-        # first backward after it; a forward without, as in validation, changes its flag and not what it does.
+        # first backward after it. A forward without gradients, as in validation, changes DDP's flag, and not that.
         self.reduces = True
+        # Whether the window multiplies what DDP reduces. Under the plain mean stock DDP averages.
         self.is_hooked = False
         self._model = weakref.ref(model)
 
@@ -50,13 +51,13 @@ class _Model:
         return model is not None and bool(model.require_backward_grad_sync)
 
 
-class _Backward:
-    """The backward of a weighed loss that runs."""
+class _RunningLoss:
+    """A weighed loss whose backward runs."""
 
     def __init__(self, micro_batch: MicroBatch, divisor: float) -> None:
         self.micro_batch = micro_batch
         self.divisor = divisor
-        self.reached: list[_Model] = []
+        self.reached: list[_Model] = []  # the models whose windows the loss was added to
 
 
 class GradAvgReducer:
@@ -89,7 +90,7 @@ class GradAvgReducer:
         self._weights = Weights(self._rule, warnings.warn, _say_nothing)
         self._ranks: Ranks | None = None  # from the first `register` on
         self._unit: WeightUnit | None = None
-        self._running: _Backward | None = None
+        self._running: _RunningLoss | None = None
         # Weak: models come and go, as in cross-validation.
         self._models: WeakKeyDictionary[DistributedDataParallel, _Model] | None = None
         self._optimizers: WeakSet[Optimizer] | None = None
@@ -161,7 +162,7 @@ class GradAvgReducer:
         registered = _Model(model, window, gradients)
         self._models[model] = registered
         if self._is_mean:
-            # Stock DDP. With `divided_by`, the first loss hooks its window in.
+            # Stock DDP, until `weigh` gets a loss with `divided_by`: from then on the window multiplies.
             model.register_forward_pre_hook(partial(_require_frozen, gradients))
         else:
             self._hook_in(model, registered, hook)
@@ -189,7 +190,10 @@ class GradAvgReducer:
         return any(registered.window.state == WindowState.BACKWARD for registered in self._registered())
 
     def _on_forward(self, registered: _Model, model: nn.Module, _: object, output: object) -> None:
-        """Note whether DDP will reduce, and find out when a backward reaches the model: through its output."""
+        """Note whether DDP will reduce, and have a backward that reaches the model by its output call `_reach`.
+
+        Raise a RuntimeError within `join`.
+        """
         if not torch.is_grad_enabled():
             return
         registered.reduces = bool(model.require_forward_param_sync)
@@ -280,14 +284,15 @@ class GradAvgReducer:
                 "a backward runs two weighed losses, and each of them would end its window. Add the losses up, and"
                 " weigh their sum."
             )
-        self._running = _Backward(micro_batch, divisor)
+        self._running = _RunningLoss(micro_batch, divisor)
         after_backward(self._end_backward, self._abandon)
         models = self._registered()
-        factor = models[0].window.multiplier(micro_batch)
+        # The same for all models, as they share the unit.
+        loss_factor = models[0].window.loss_factor(micro_batch)
         # Of several, one loss may reach only some, as those of an actor and a critic: their outputs tell.
         if len(models) == 1:
             self._reach(models[0])
-        return factor
+        return loss_factor
 
     def _reach(self, model: _Model, _: object = None) -> None:
         """Add the running loss to the window of a model, before the backward reaches its parameters."""
@@ -319,7 +324,7 @@ class GradAvgReducer:
             raise
 
     def _abandon(self) -> None:
-        """Abandon the windows that a backward has reached which raised."""
+        """Abandon the windows that a backward has reached before it raised."""
         running = self._running
         self._running = None
         if running is not None:

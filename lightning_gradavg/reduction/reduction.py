@@ -35,11 +35,15 @@ _WORD_OF_COUNTS = re.compile(r"(^|_)(n|num|count|counts|size|length|items|sample
 
 @lru_cache(maxsize=1)
 def _exchanging_world(of_all: dist.ProcessGroup, timeout: timedelta | None) -> World:
-    """Return all ranks in a process group beside that of all ranks. A collective operation, the first time.
+    """Return all ranks, in a process group of their own for exchanges. A collective operation, the first time.
 
-    Kept for all runs of the process: each group has threads that wake a hundred times a second.
+    It is kept for all runs of the process: each group has threads that wake a hundred times a second.
+
+    Args:
+        of_all: The default process group: a process that ends it and makes another one needs another one here, too.
+        timeout: The timeout of the group that is made.
     """
-    assert of_all is dist.group.WORLD  # beside which `new_group` makes one
+    assert of_all is dist.group.WORLD  # whose ranks `new_group` takes
     return World.of(dist.new_group(timeout=timeout))
 
 
@@ -59,7 +63,7 @@ def _keys_of_counts(output: Mapping[str, object]) -> list[str]:
 
 
 class Observer(Protocol):
-    """What looks at an observed step: `lightning_gradavg.report.part.Reports`."""
+    """What a step is reported to: `report.part.Reports`, in a step that a user asked for (`observe_next_step`)."""
 
     def reduced(self, record: WindowRecord) -> None:
         """Report a window whose gradients are reduced. A collective operation."""
@@ -79,8 +83,9 @@ class Reduction(Part):
     Attributes:
         may_miss: Whether ranks may have different numbers of batches. Set before `on_train_start`.
         pending: The loss whose backward comes next.
-        exchanging: The ranks, in the process group in which they exchange within a step; None of one rank.
-        observer: What looks at the running step, or None.
+        exchanging: The ranks, in the process group in which they exchange within a step. None of one rank, and under
+            the plain mean without a window, where they exchange in the default group. Later runs keep it.
+        observer: What the running step is reported to, or None.
     """
 
     may_miss = False
@@ -102,7 +107,7 @@ class Reduction(Part):
             hook: The communication hook of DDP.
             on_reduced: Called after the gradients of an automatic step are reduced.
             make_tree: Makes the gradients of a reproducible run.
-            timeout: That of the process group of what ranks exchange within a step; torch's if None.
+            timeout: The timeout of the process group in which ranks exchange within a step; torch's if None.
         """
         self.rule = rule
         self._hook = hook
@@ -152,28 +157,30 @@ class Reduction(Part):
         self._parameters = list(run.ddp.module.parameters())
         self._sparse = sparse_weights(run.ddp)
         gradients: Gradients
-        # The tree sums in its own floor of the package, which this one does not import.
+        # `reproducible/` is a floor above this one, so the strategy passes what makes the tree.
         if self._make_tree is not None:
             gradients = self._make_tree(run)
         else:
             gradients = ReplicatedGradients(run.ddp, run.world.group)
-        self.begin(run, gradients)
+        self.begin_run(run, gradients)
 
-    def begin(self, run: Run, gradients: Gradients) -> None:
-        """Begin a run that trains, with its gradients."""
+    def begin_run(self, run: Run, gradients: Gradients) -> None:
+        """Begin a run that trains, with its gradients. The sharded strategy, which wraps no model, begins here."""
         super().configure_ddp(run)
         self._gradients = gradients
 
     def on_train_start(self) -> None:
-        """Choose between a window and the plain mean of the engine, now that the loaders are known.
+        """Choose between a window and the plain mean of the engine, now that the loaders are known. Collective.
 
-        A search for a learning rate begins training before the run does, with the same wrapped model.
+        A search for a learning rate begins training before the run does, with the same wrapped model: then the window
+        and the hook are there already.
         """
         run = self.run
         gradients = self._gradients
         assert gradients is not None
         if self._needs_window() and not isinstance(self._window, Window):
             if run.model is not None and not self._is_hooked:
+                # Not asked in `configure_ddp` if the rule is the plain mean.
                 require_hookable(run.model, self.rule)
             ranks = Ranks(run.world, run.places, run.device)
             unit = WeightUnit(self.rule, ranks, is_fixed=self._make_tree is not None)
@@ -208,25 +215,23 @@ class Reduction(Part):
     def _needs_window(self) -> bool:
         """Return whether losses are weighed and gradients multiplied; all ranks answer alike.
 
-        | rule           | the run                                                        | window               |
-        |----------------|----------------------------------------------------------------|----------------------|
-        | any other      | any                                                            | yes                  |
-        | the plain mean | in manual optimization: Lightning divides by nothing           | no: stock            |
-        | the plain mean | ranks may lack batches, so their number is not known           | yes, with w = z = 1  |
-        | the plain mean | windows of several micro-batches of a loader without length    | yes, with w = z = 1  |
-        | the plain mean | any other: a short last window is known when it begins         | no: stock            |
+        The plain mean has a window, in which w = z = 1, only where the engine cannot compute it: where the number of
+        pairs in a window is not known when it begins.
         """
         if self.rule != RULES["mean"]:
             return True
+        # Lightning divides losses by nothing, so there is nothing to correct.
         if self.is_manual:
             return False
+        # Ranks may lack batches.
         if self.may_miss:
             return True
         trainer = self.run.trainer
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         has_schedule = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
         has_windows = trainer.accumulate_grad_batches > 1 or has_schedule
-        # Where `limit_train_batches` is given, Lightning does not step if a stream ends before.
+        # A loader without length may end within a window. Where `limit_train_batches` is given, Lightning does not step
+        # if it does.
         return has_windows and trainer.num_training_batches == float("inf")
 
     @contextmanager
@@ -252,9 +257,10 @@ class Reduction(Part):
             self._begin_automatic_step()
 
     def _begin_automatic_step(self) -> None:
-        """Note N and the length of the window. Lightning counts windows by the index of the batch in its epoch.
+        """Note N and the length of the window, and abandon one that the epoch before has cut off.
 
-        It ends the last window with the epoch (`_TrainingEpochLoop._should_accumulate`).
+        Lightning counts windows by the index of the batch in its epoch, and ends the last one with the epoch
+        (`_TrainingEpochLoop._should_accumulate`).
         """
         epoch_loop = self.run.trainer.fit_loop.epoch_loop
         self._divisor = self.run.trainer.accumulate_grad_batches
@@ -264,7 +270,7 @@ class Reduction(Part):
         self._refuse_repeated_batch(epoch_loop.total_batch_idx)
         window = self._window
         if position == 0 and window is not None and not window.is_empty:
-            # An epoch has cut it off. Its gradients are of this rank alone, and its z would count in this window.
+            # Its gradients are of this rank alone, and its z would count in this window.
             # In manual optimization the user ends windows, also in the next epoch.
             window.abandon()
 
@@ -308,15 +314,9 @@ class Reduction(Part):
         *,
         is_last_piece: bool = True,
     ) -> object:
-        """Return the output of a forward of `batch` with a weighed loss.
+        """Return the output of a forward of `batch` with a weighed loss, for the backward that Lightning runs of it.
 
-            | `training_step` returned                  | becomes                                                   |
-            |-------------------------------------------|-----------------------------------------------------------|
-            | anything, and Lightning runs no backward  | itself                                                    |
-            | what Lightning refuses                    | itself: the error is Lightning's                          |
-            | None, or a dict whose loss is None        | a loss of 0 if there is a window, else itself             |
-            | a loss                                    | the weighed loss                                          |
-            | a dict with a loss                        | a copy of it with the weighed loss                        |
+        What Lightning refuses is returned as it is: the error is Lightning's.
 
         Args:
             output: What `training_step` returned.
@@ -328,44 +328,49 @@ class Reduction(Part):
             return output
         if isinstance(output, Mapping):
             if "loss" not in output:
-                return output  # `ClosureResult.from_training_step_output` raises a MisconfigurationException
+                return output  # refused, by `ClosureResult.from_training_step_output`
             return self._read_dict(output, is_last_piece=is_last_piece)
         if output is None:
             return self._without_loss(output, is_last_piece=is_last_piece)
         if not isinstance(output, Tensor):
-            return output  # the same
+            return output  # refused there, too
         return self.add(output, None, is_last_piece=is_last_piece)
 
     def _read_dict(self, output: Mapping[str, object], *, is_last_piece: bool) -> object:
-        """Return a dict that `training_step` returned, with its loss weighed."""
+        """Return a copy of a dict that `training_step` returned, with its loss weighed."""
         loss = output["loss"]
         weight = output.get("weight")
         if loss is None:
             pending = self._without_loss(None, is_last_piece=is_last_piece)
             return output if pending is None else {**output, "loss": pending}
-        counts = ""
+        keys: list[str] = []
         if weight is None and self.rule.uses_weight:
-            counts = ", ".join(map(repr, _keys_of_counts(output)))
-        if counts:
+            keys = _keys_of_counts(output)
+        hint = ""
+        if keys:
             # Once, and again in the error if the number of samples cannot be read, either.
-            counts = f'the result of training_step has {counts} and no "weight"'
+            hint = f'the result of training_step has {", ".join(map(repr, keys))} and no "weight"'
             self._warn_on_rank_zero(
-                f'{counts}: the loss is weighted by its samples. If that is the number of its terms, call it "weight".'
+                f'{hint}: the loss is weighted by its samples. If that is the number of its terms, call it "weight".'
             )
-        pending = self.add(loss, weight, counts=counts, is_last_piece=is_last_piece)
+        pending = self.add(loss, weight, hint=hint, is_last_piece=is_last_piece)
         if pending is loss:
             return output
         return {**output, "loss": pending}
 
-    def add(self, loss: object, weight: object, *, counts: str = "", is_last_piece: bool = True) -> Tensor:
-        """Return a loss that is weighed for the next backward; arguments as in `read` and `Weights.read`.
+    def add(self, loss: object, weight: object, *, hint: str = "", is_last_piece: bool = True) -> Tensor:
+        """Return a loss that is weighed for the next backward. Collective as `Window.add` is.
 
-        `counts` says where the user's weight may stand instead, and begins the error of a weight that is not known.
+        Args:
+            loss: What the user gave for a loss.
+            weight: What the user gave for its weight, or None.
+            hint: Where the weight may stand instead; the error of a weight that is not known begins with it.
+            is_last_piece: As in `read`.
         """
         loss = require_loss(loss)
         micro_batch = self._weights.read(weight, self._batch, running_forward().samples)
-        if micro_batch.problem is not None and counts:
-            micro_batch = micro_batch._replace(problem=f"{counts}, and {micro_batch.problem}")
+        if micro_batch.problem is not None and hint:
+            micro_batch = micro_batch._replace(problem=f"{hint}, and {micro_batch.problem}")
         self._warn_of_weight_0(micro_batch)
         # Such as a sum over no rows. The other ranks still wait for this rank's backward.
         if not micro_batch.counts and not loss.requires_grad:
@@ -384,19 +389,22 @@ class Reduction(Part):
             )
 
     def _add_to_window(self, loss: Tensor, micro_batch: MicroBatch, *, is_last_piece: bool) -> Tensor:
-        """Return the loss, weighed. Its weight leaves this rank early: so ranks exchange during the backward."""
+        """Return the loss, weighed for the next backward. Collective as `Window.add` is.
+
+        The window sends its row here, before the backward, in which the rows of the other ranks arrive.
+        """
         self._forward = running_forward()
         self._forward.forget_exchanges()  # its loss has their graph
         ends = self._ends_window(is_last_piece=is_last_piece)
         window = self._window
         if isinstance(window, PlainMean):
-            factor = window.add(micro_batch, ends=ends, divisor=self._divisor, length=self._length)
+            loss_factor = window.add(micro_batch, ends=ends, divisor=self._divisor, length=self._length)
         else:
             assert window is not None
-            factor = window.add(micro_batch, ends=ends, divisor=float(self._divisor))
+            loss_factor = window.add(micro_batch, ends=ends, divisor=float(self._divisor))
         # Without a node of ours, the plain mean has stock's graph, and so its bits and memory (`test_ranks_stock.py`).
-        if factor != 1:
-            loss = weighed(loss, lambda: factor)
+        if loss_factor != 1:
+            loss = weighed(loss, lambda: loss_factor)
         self.pending = loss
         return loss
 
@@ -441,7 +449,10 @@ class Reduction(Part):
         return zero
 
     def backward(self, run: Callable[[], None], *, is_last_piece: bool = True) -> None:
-        """Call `run` for the backward of the pending loss, the last one of its step or not."""
+        """Call `run` for the backward of the pending loss, the last one of its step or not.
+
+        Within it the loss's forward is the one that `running` tells: checkpoints compute parts of it again.
+        """
         window = self._window
         assert self.pending is not None
         assert window is not None

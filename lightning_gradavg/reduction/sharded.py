@@ -41,11 +41,17 @@ class ShardedGradients(KeepsApart):
     """The gradients of a sharded model, as `Gradients` asks for them.
 
     Autograd accumulates into unsharded parameters, whose memory comes and goes. FSDP reduces their gradients into
-    shards, which are the parameters of the optimizers. Optimizers may be added later. The mesh is Lightning's.
+    shards, which are the parameters of the optimizers.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, optimizers: Sequence[Optimizer]) -> None:
-        """Find the unsharded parameters; raise a ValueError unless FSDP averages over the data-parallel ranks."""
+        """Find the unsharded parameters; raise a ValueError unless FSDP averages over the data-parallel ranks.
+
+        Args:
+            module: The sharded model.
+            mesh: Lightning's mesh, of the dimensions "data_parallel" and "tensor_parallel".
+            optimizers: The strategy's list, asked for parameters at every window: it may get more optimizers.
+        """
         super().__init__()
         self.copies = mesh["tensor_parallel"].size()
         self.data_parallel_size = mesh["data_parallel"].size()
@@ -55,7 +61,7 @@ class ShardedGradients(KeepsApart):
         shards: set[nn.Parameter] = set()
         unsharded: set[nn.Parameter] = set()
         for submodule in sharded_modules(module):  # in turn: unsharded, the whole model may not fit
-            self._require_average_of(submodule)
+            self._require_division(submodule)
             resharded = set(submodule.parameters())
             submodule.unshard()
             whole = set(submodule.parameters())
@@ -67,7 +73,7 @@ class ShardedGradients(KeepsApart):
             if parameter not in shards:
                 self._outside[parameter] = name
         self._leaves = [*unsharded, *self._outside]
-        self._require_averaged()
+        self._require_sharded()
 
     @property
     def places(self) -> list[Place]:
@@ -79,7 +85,7 @@ class ShardedGradients(KeepsApart):
             places += [place] * self.copies
         return places
 
-    def _require_average_of(self, submodule: nn.Module) -> None:
+    def _require_division(self, submodule: nn.Module) -> None:
         """Raise a ValueError unless FSDP divides a submodule's summed gradients by the number of ranks."""
         # `reduce` turns an average over these ranks into the rule, and no other sum.
         ranks = self.data_parallel_size
@@ -91,8 +97,8 @@ class ShardedGradients(KeepsApart):
                     ' set_gradient_divide_factor, and pass mesh=self.device_mesh["data_parallel"].'
                 )
 
-    def _require_averaged(self) -> None:
-        """Raise a ValueError if a parameter trains whose gradient nothing averages."""
+    def _require_sharded(self) -> None:
+        """Raise a ValueError if a parameter trains that is not sharded: nothing averages its gradient."""
         # At every window's beginning: a parameter may be unfrozen later.
         if self.data_parallel_size == 1:
             return
@@ -104,8 +110,8 @@ class ShardedGradients(KeepsApart):
                 )
 
     def parameters(self) -> Sequence[nn.Parameter]:
-        """Return the parameters of the optimizers, after checking that FSDP averages what trains."""
-        self._require_averaged()
+        """Return the parameters of the optimizers, after checking that all that trains is sharded."""
+        self._require_sharded()
         found: dict[nn.Parameter, None] = {}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -126,8 +132,8 @@ class ShardedGradients(KeepsApart):
             )
 
     def reduce_unfrozen(self, factor: float) -> None:  # noqa: ARG002  # FSDP2 averages
-        """Raise a ValueError if a parameter trains whose gradient nothing averages."""
-        self._require_averaged()
+        """Reduce nothing; raise a ValueError if a parameter trains that is not sharded."""
+        self._require_sharded()
 
     def abandon(self, *, are_zeroed: bool = False) -> None:
         """Discard the gradients of the window, also those that FSDP2 has not reduced yet.

@@ -67,29 +67,32 @@ def _nodes_behind(root: Node) -> set[Node]:
 
 def _without_nan(gradients: Sequence[Tensor | None], _: object) -> tuple[Tensor | None, ...]:
     """Return what a function passes on, with 0 in place of NaN."""
-    return tuple(_selected(gradient) for gradient in gradients)
+    return tuple(_zeroed_where_nan(gradient) for gradient in gradients)
 
 
-def _selected(gradient: Tensor | None) -> Tensor | None:
+def _zeroed_where_nan(gradient: Tensor | None) -> Tensor | None:
     if gradient is None:
         return None
     # A copy: autograd may hold the tensor elsewhere. In place, the layout of sparse and sharded gradients stays.
-    selected = gradient.clone()
-    values = local_part(selected)
-    if selected.is_sparse:
+    zeroed = gradient.clone()
+    values = local_part(zeroed)
+    if zeroed.is_sparse:
         # Before it is coalesced, a sparse gradient shows no values.
-        selected = selected.coalesce()
-        values = selected.values()
+        zeroed = zeroed.coalesce()
+        values = zeroed.values()
     values.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
-    return selected
+    return zeroed
 
 
 def note_exchange(name: str, begin_of_backward: Tensor) -> None:
     """Note an exchange with other ranks in the forward that runs; nothing in a loop of the user's own.
 
+    A missing loss must reach its backward (`zero_loss`). Within a reentrant checkpoint, a forward builds no graph, so
+    nothing but the checkpoint's output reaches it: the name is noted, for the error.
+
     Args:
         name: What messages call it.
-        begin_of_backward: A tensor without data through which a loss reaches its backward.
+        begin_of_backward: A tensor by which a loss reaches the backward of the exchange.
     """
     forward = running_forward()
     if forward is OF_A_LOOP:

@@ -14,8 +14,7 @@ gradients on other ranks, which must carry the weight of that loss.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, NoReturn
@@ -70,10 +69,11 @@ class Ranks(NamedTuple):
 class WeightUnit:
     """The unit u of the weights that losses carry, so that the largest w / u is between 1/2 and 1.
 
-    4096 tokens times a loss overflow the activations of float16 where the result does not. The unit is a power of two,
-    so that dividing by it is exact, and the same on all ranks. So a resumed run, which begins with another u, has the
-    bits of one that was not interrupted. The one weight of all, which would give equal weights stock's bits, would not
-    do; equal weights that are powers of two have them anyway (`test_ranks_stock.py`: equal weights).
+    4096 tokens times a loss overflow the activations of float16 where the result does not. The unit is the same on all
+    ranks, and a power of two, so that dividing by it is exact. So a resumed run, which begins with another u, has the
+    bits of one that was not interrupted. Where all weights are equal, their value would be a unit that gives stock's
+    bits, but not those of a run that is resumed. Equal weights that are powers of two have stock's bits as it is
+    (`test_ranks_stock.py`: equal weights).
 
     | rule and window                                  | u is chosen by                                           |
     |--------------------------------------------------|----------------------------------------------------------|
@@ -87,9 +87,9 @@ class WeightUnit:
     """
 
     def __init__(self, rule: Rule, ranks: Ranks, *, is_fixed: bool = False) -> None:
-        """Choose nothing yet; `is_fixed` in a reproducible run."""
+        """Choose nothing yet; `is_fixed` has u stay 1, in a reproducible run."""
         self.is_fixed = is_fixed
-        self._follows_weights = rule.multiplier == "n" and not is_fixed
+        self._follows_weights = rule.multiplier == "n" and not is_fixed  # w is the weight
         self._ranks = ranks
         self._is_chosen = not self._follows_weights
         self._open_windows = 0  # whose losses carry weights in this unit
@@ -229,7 +229,7 @@ class Window:
         # exchange nothing: a problem is then one of the program, which all of them run.
         self._world = ranks.world
         if rule.normalizer in ("1/L", "1/W") and not user_ends_windows:
-            self._world = World()
+            self._world = World()  # of this rank alone
         self._gradients = gradients
         self._unit = unit
         self._user_ends_windows = user_ends_windows
@@ -290,7 +290,8 @@ class Window:
             contents.trains = trains
         if micro_batch.problem is None:
             micro_batch = micro_batch._replace(problem=problem)
-        share, micro_batch = self._share(micro_batch)
+        # Before `hold`: the first weight of a run chooses the unit.
+        share, micro_batch = self._weigh(micro_batch)
         if is_first:
             contents.unit = self._unit.hold()
         if is_first and ends and self._is_alone and share.multiplier > 0:
@@ -304,18 +305,18 @@ class Window:
             contents.exchange = RowExchange(self._row(), self._ranks.device, self._world.group)
         return share.multiplier / contents.unit
 
-    def multiplier(self, micro_batch: MicroBatch) -> float:
+    def loss_factor(self, micro_batch: MicroBatch) -> float:
         """Return w / u of a loss that is not added yet: its backward tells which of several models it reaches.
 
         A collective operation in the first one of a run.
         """
-        share, _ = self._share(micro_batch)
+        share, _ = self._weigh(micro_batch)
         return share.multiplier / self._unit.value
 
-    def _share(self, micro_batch: MicroBatch) -> tuple[Share, MicroBatch]:
-        """Return the share of a micro-batch, and the micro-batch with its problem if the weight cannot be used.
+    def _weigh(self, micro_batch: MicroBatch) -> tuple[Share, MicroBatch]:
+        """Choose the unit by the first weight of a run, a collective operation; return the share of a micro-batch.
 
-        The first weight of a run also chooses the unit, a collective operation.
+        Also return the micro-batch, with its problem if the weight cannot be used.
         """
         # In the backward of a problem the loss counts nothing; its backward still runs, as other ranks may wait for it.
         share = Share(0.0, 0.0)
@@ -407,9 +408,10 @@ class Window:
         self._gradients.begin_backward(contents.parameters, self._backward)
 
     def factor(self) -> float | None:
-        """Return what a bucket is multiplied by, None if no loss of the window was weighed. It never raises.
+        """Return what a bucket is multiplied by, None if the backward is of no weighed loss. It never raises.
 
-        DDP's hook calls it in the window's last backward. The first call waits for the rows of all ranks.
+        DDP's hook calls it for each bucket that it reduces, and so in the window's last backward. The window notes that
+        it did. The first call waits for the rows of all ranks.
         """
         if self.state != WindowState.BACKWARD:
             return None
@@ -545,28 +547,35 @@ class Window:
         """
         self._change(WindowState.REDUCED)
         contents = self._contents
-        with self.abandoned_on_error():
+        try:
             outcome = self._outcome()
             if outcome.raise_fault is not None:
                 outcome.raise_fault()
             self._gradients.reduce(contents.parameters, outcome.factor, in_hook=contents.has_reduced_in_hook)
+        except BaseException:
+            # The loop may go on, as after a batch that did not fit in memory.
+            self.abandon()
+            raise
 
     def record(self) -> WindowRecord:
-        """Return what a report says of the window, which is reduced."""
+        """Return what a report says of the window, which is reduced.
+
+        Micro-batches count as further ranks on the node. When they were added, the length of the window was not known:
+        their losses carry the multipliers of windows of one, and the local divisor corrects that.
+        """
         contents = self._contents
         place = in_window(self._ranks.place, len(contents.micro_batches))
         shares: list[Share] = []
-        # Micro-batches count as further ranks on the node, now that the length of the window is known.
         for micro_batch in contents.micro_batches:
             share = share_of(self._rule, place, micro_batch.weight)
             if micro_batch.absent:
                 share = Share(0.0, 0.0)
             shares.append(share)
-        multiplier = sum(share.multiplier for share in shares)
-        multiplier_alone = sum(share.multiplier for share in contents.shares)
-        if multiplier_alone == 0:
+        multiplier = sum(share.multiplier for share in shares)  # in a window of this length
+        multiplier_on_losses = sum(share.multiplier for share in contents.shares)
+        if multiplier_on_losses == 0:
             return WindowRecord(contents.micro_batches, shares, 0.0)
-        ratio = multiplier / multiplier_alone
+        ratio = multiplier / multiplier_on_losses
         return WindowRecord(contents.micro_batches, shares, ratio * contents.divisor * contents.unit)
 
     def close(self) -> None:
@@ -581,15 +590,6 @@ class Window:
         """Discard the window and its gradients, and restore those from before it."""
         self._gradients.abandon()
         self._clear()
-
-    @contextmanager
-    def abandoned_on_error(self) -> Iterator[None]:
-        """Abandon the window if something raises: the loop may go on, as after a batch that did not fit in memory."""
-        try:
-            yield
-        except BaseException:
-            self.abandon()
-            raise
 
 
 def _marks_of(parameters: Sequence[nn.Parameter]) -> list[_Mark | None]:
