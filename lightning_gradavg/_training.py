@@ -86,7 +86,7 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
 
     @property
     def _restores(self) -> bool:
-        """Whether Lightning may be restoring a run that is about to train. At other times, a user reads a checkpoint."""
+        """Whether Lightning may be restoring a run that is about to train. At other times a user reads a checkpoint."""
         module = self.lightning_module
         if module is None or not self._trains:
             return False

@@ -126,7 +126,7 @@ class CutDataset(Dataset[Any]):
         return Probed(digests[0], digests[1], difference)
 
     def _difference(self, probe: Probe) -> str:
-        """Return in what a batch that is collated in parts differs from one that is collated whole."""
+        """Collate the batch of a probe in parts, and whole; return where they differ, empty for nowhere."""
         loaded: list[Any] = []
         with drawing_from(probe.key):
             for indices in probe.parts:
@@ -149,13 +149,7 @@ class CutDataset(Dataset[Any]):
 def difference_of_parts(whole: Any, parts: Sequence[Any], place: str = "") -> str:
     """Return where a collated batch is not what its collated parts are end to end; empty if it is, or nobody can tell.
 
-    | a value of the whole batch | equals its parts if |
-    |---|---|
-    | a tensor or array | each part equals it, or the parts are equal to it end to end |
-    | a mapping | each value does |
-    | a list or tuple | it has the parts' items end to end; or as many items as each part, and each item does |
-    | a number, text or None | each part equals it |
-    | any other | nobody can tell |
+    Nobody can tell of an object of another type than those below.
     """
     if isinstance(whole, Mapping):
         return _difference_of_mappings(whole, parts, place)
@@ -170,6 +164,7 @@ def difference_of_parts(whole: Any, parts: Sequence[Any], place: str = "") -> st
 
 
 def _difference_of_mappings(whole: Mapping[Any, Any], parts: Sequence[Any], place: str) -> str:
+    """Return where a mapping is not its parts: it has the same keys, and each value is what those of its parts are."""
     if any(set(part) != set(whole) for part in parts):
         return f"the keys of batch{place}"
     for name, value in whole.items():
@@ -180,26 +175,28 @@ def _difference_of_mappings(whole: Mapping[Any, Any], parts: Sequence[Any], plac
 
 
 def _difference_of_sequences(whole: Sequence[Any], parts: Sequence[Any], place: str) -> str:
+    """Return where a list or tuple is not its parts: a structure that all of them have, or their items end to end."""
     is_structure = all(len(part) == len(whole) for part in parts)
-    if is_structure:
-        found = ""
-        for index, value in enumerate(whole):
-            found = found or difference_of_parts(value, [part[index] for part in parts], f"{place}[{index}]")
-        if not found:
-            return ""
+    if is_structure and not _difference_of_items(whole, parts, place):
+        return ""
     items: list[Any] = []
     for part in parts:
         items.extend(part)
     if len(items) != len(whole):
         return f"batch{place}"
-    for index, (value, item) in enumerate(zip(whole, items, strict=True)):
-        found = difference_of_parts(value, [item], f"{place}[{index}]")
+    return _difference_of_items(whole, [items], place)
+
+
+def _difference_of_items(whole: Sequence[object], parts: Sequence[Sequence[object]], place: str) -> str:
+    for index, value in enumerate(whole):
+        found = difference_of_parts(value, [part[index] for part in parts], f"{place}[{index}]")
         if found:
             return found
     return ""
 
 
 def _tensors_agree(whole: Any, parts: Sequence[Any]) -> bool:
+    """Return whether a tensor or array equals each of its parts, or is what they are end to end."""
     tensor = torch.as_tensor(whole)
     tensors = [torch.as_tensor(part) for part in parts]
     if any(part.is_nested or part.layout != torch.strided for part in (tensor, *tensors)):
@@ -220,7 +217,7 @@ def _equal(tensor: Tensor, other: Tensor) -> bool:
 
 
 class _WorkerInit:
-    """The user's `worker_init_fn`, for whom the dataset of the worker is the user's own."""
+    """The user's `worker_init_fn`. It, and the dataset, find the user's own dataset in `get_worker_info()`."""
 
     def __init__(self, function: Callable[[int], None] | None) -> None:
         self._function = function
@@ -283,7 +280,8 @@ class StreamCollator:
         self.collate = collate
         self._split = split
         self._place = place
-        self._batches = 0  # that this process has collated, which are those of one worker in one pass
+        # That this process has collated: those of one worker in one pass, as workers do not persist.
+        self._batches = 0
 
     def __call__(self, samples: list[Any]) -> CollatedSamples:
         """Return this rank's pieces of a batch of these samples."""
@@ -292,8 +290,10 @@ class StreamCollator:
         digest = data_digest((len(samples), samples[0], samples[-1]))  # before `collate_fn`, which may change them
         pieces: list[Any] = []
         for piece in self._split.cut(len(samples)).pieces:
+            # A batch that is not cut is drawn from the process's own state.
             key = None
             if self._split.cuts:
+                # A stand-in, which a rank without samples computes, has no number among the pieces of all ranks.
                 number: int | str = piece.number if piece.number is not None else f"stand-in {self._split.rank}"
                 seed, loader, pass_number = self._place
                 key = stream_key(seed, "collate", loader, pass_number, worker_id, self._batches, number)

@@ -37,7 +37,7 @@ from lightning_gradavg.batches.cut import LoadedBatch, Request, indices_copy
 from lightning_gradavg.batches.loader import Reading, reading_of
 from lightning_gradavg.batches.streams import OrderStream
 
-__all__ = ["EvaluationLoader", "EvaluationStreams", "StreamKey", "StreamRecord", "require_each_once"]
+__all__ = ["EvaluationLoader", "EvaluationStreams", "PassRecord", "StreamKey", "require_each_once"]
 
 _END = object()  # not None, which a user's loader may yield
 _MANY = 2**32
@@ -117,6 +117,7 @@ class _DealtSampler(Shows):
         with drawing_from(self._key("order")):
             batches = [_as_yielded(batch) for batch in islice(self._shown, self._limit())]
         self.digest = data_digest(batches)
+        # Lightning notes all that a sampler yields, for prediction writers: here only this rank's batches count.
         noted = forget_noted_indices(self._shown)
         for number in range(self._world.rank, len(batches), self._world.size):
             noted.append(batches[number])
@@ -135,16 +136,16 @@ def _as_yielded(batch: Any) -> Any:
     return list(batch) if isinstance(batch, Iterator) else batch
 
 
-class _Reading(Enum):
-    """What a rank reads of a loader. `EvaluationLoader` has the table."""
+class _Source(Enum):
+    """What a rank reads its batches from. `EvaluationLoader` has the table."""
 
     OWN = "the loader, whose data the user shares out"
     DEALT_INDICES = "a copy of the loader, whose sampler is dealt"
     DEALT_BATCHES = "all batches of the loader, and keeps its share of them"
 
 
-class StreamRecord(NamedTuple):
-    """What a rank has read in a pass, of which it evaluates a part."""
+class PassRecord(NamedTuple):
+    """What a rank has read in a pass, of which it evaluates a part. Ranks compare it: they must have read the same."""
 
     rounds: int  # of a stream; 0 where indices are dealt
     digest: bytes  # of all batches, or of all indices
@@ -163,7 +164,7 @@ class EvaluationLoader(LoaderWrapper):
     likes.
 
     Attributes:
-        is_empty: Whether this rank has no batch in that pass: known from the start, or at its end.
+        is_empty: Whether this rank has no batch in the pass that runs, or ran last. Known at its start, or at its end.
         is_dealt: Whether the batches are dealt; if not, the user shares out the data.
     """
 
@@ -195,13 +196,13 @@ class EvaluationLoader(LoaderWrapper):
                 not say. They are equal if the batches are dealt.
             most: Returns how many batches a pass evaluates at most, if they are dealt: a sanity check has a limit.
         """
-        reading = _Reading.DEALT_BATCHES
+        source = _Source.DEALT_BATCHES
         if not is_dealt:
-            reading = _Reading.OWN
+            source = _Source.OWN
         elif reading_of(loader) is Reading.INDICES:
-            reading = _Reading.DEALT_INDICES
-        super().__init__(loader, shared=reading is _Reading.DEALT_BATCHES)
-        self._reading = reading
+            source = _Source.DEALT_INDICES
+        super().__init__(loader, shared=source is _Source.DEALT_BATCHES)
+        self._source = source
         self._streams = streams
         self._key = key
         self._drawing_order = drawing_order
@@ -210,7 +211,7 @@ class EvaluationLoader(LoaderWrapper):
         self._sampler: _DealtSampler | None = None  # of the pass that runs, or ran last
         self.is_dealt = is_dealt
         self._world = world
-        self._stream_record = StreamRecord(0, b"")
+        self._pass_record = PassRecord(0, b"")
         self.is_empty = False
 
     def _limit(self) -> int | None:
@@ -235,31 +236,31 @@ class EvaluationLoader(LoaderWrapper):
     def ranks_without_batch(self) -> list[int]:
         """The ranks that have no batch in the pass at hand, as far as lengths tell."""
         lengths = self._lengths(self._most())
-        if lengths is None or self._reading is _Reading.DEALT_BATCHES:
+        if lengths is None or self._source is _Source.DEALT_BATCHES:
             return []
         return [rank for rank, length in enumerate(lengths) if length == 0]
 
     @property
-    def stream_record(self) -> StreamRecord:
+    def pass_record(self) -> PassRecord:
         """What this rank has read in the pass that runs, or ran last. It is the same on all ranks if their data are."""
         if self._sampler is not None:
-            return StreamRecord(0, self._sampler.digest)
-        return self._stream_record
+            return PassRecord(0, self._sampler.digest)
+        return self._pass_record
 
     def __iter__(self) -> Iterator[Any]:
-        self._stream_record = StreamRecord(0, b"")
+        self._pass_record = PassRecord(0, b"")
         self.is_empty = self._world.rank in self.ranks_without_batch
         read: Any = self.loader
-        if self._reading is _Reading.DEALT_INDICES:
+        if self._source is _Source.DEALT_INDICES:
             read = self._copy_of_pass()
         with self._drawing_order():
             # A `DataLoader` draws the seed of its workers here. On one process the order of training follows from it.
             batches = iter(read)
-        if self._reading is _Reading.DEALT_INDICES:
+        if self._source is _Source.DEALT_INDICES:
             return self._evaluated(self._loaded(batches))
-        # What a reader draws in this process goes on from batch to batch.
+        # Dealt indices are loaded each from its own stream. Here a reader draws as it goes on from batch to batch.
         batches = self._read_apart(islice(batches, self._limit()))
-        if self._reading is _Reading.DEALT_BATCHES:
+        if self._source is _Source.DEALT_BATCHES:
             return self._noting_whether_empty(self._evaluated(self._dealt(batches)))
         numbered = enumerate(batches, start=self._world.rank * _MANY)
         if math.inf in self._counts:
@@ -288,7 +289,7 @@ class EvaluationLoader(LoaderWrapper):
             yield loaded.number, batch
 
     def _read_apart(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield what a loader yields, which draws from a stream of its own as it is read."""
+        """Yield what a loader yields. What it draws as it is read comes from one stream of the pass, "read"."""
         key = self._key("read")
         if key is None:
             yield from batches
@@ -320,8 +321,7 @@ class EvaluationLoader(LoaderWrapper):
         """Yield every `world_size`-th batch of a stream that all ranks read, with its number."""
         digest = blake2b(digest_size=16)
         rounds = 0
-        size = self._world.size
-        while size == self._world.size:
+        while True:
             # A round is read to its end before its batch is used: so all ranks have read, and compare, the same part.
             size = 0
             local_batches: list[tuple[int, Any]] = []  # at most one; no other is kept in memory
@@ -332,8 +332,10 @@ class EvaluationLoader(LoaderWrapper):
                 size += 1
             if size > 0:
                 rounds += 1
-            self._stream_record = StreamRecord(rounds, digest.digest())
+            self._pass_record = PassRecord(rounds, digest.digest())
             yield from local_batches
+            if size < self._world.size:
+                return
 
     def __len__(self) -> int:
         # Without the limit of a sanity check: Lightning asks once for all passes.

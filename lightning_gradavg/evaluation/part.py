@@ -46,7 +46,7 @@ from lightning_gradavg._support.flat import broadcast_from_first
 from lightning_gradavg._support.random_state import RandomState, random_state, stream_key
 from lightning_gradavg._support.text import on_ranks
 from lightning_gradavg.batches.streams import run_seed
-from lightning_gradavg.evaluation.dealt import EvaluationLoader, EvaluationStreams, StreamRecord, require_each_once
+from lightning_gradavg.evaluation.dealt import EvaluationLoader, EvaluationStreams, PassRecord, require_each_once
 from lightning_gradavg.evaluation.metrics import merged_over_ranks, running_refused
 from lightning_gradavg.faults.failure_reports import is_broken_exchange
 from lightning_gradavg.reduction.gather import gather_refused
@@ -122,7 +122,7 @@ class _Pass:
 class _LoaderOfRank(NamedTuple):
     """What a rank tells the others after its last batch of a loader."""
 
-    stream_record: StreamRecord
+    pass_record: PassRecord
     is_empty: bool  # whether the rank had no batch of it
     entries: dict[str, Any]  # what was logged for all ranks, by Lightning's key
 
@@ -371,8 +371,8 @@ class ExactEvaluation(Evaluation):
             for key, entry in running.loop.results.items():
                 if entry.meta.dataloader_idx == place and _is_of_all_ranks(entry):
                     entries[key] = sendable(entry)
-        ranks = self.run.world.gather_objects(_LoaderOfRank(loader.stream_record, loader.is_empty, entries))
-        if len({rank.stream_record for rank in ranks}) > 1:
+        ranks = self.run.world.gather_objects(_LoaderOfRank(loader.pass_record, loader.is_empty, entries))
+        if len({rank.pass_record for rank in ranks}) > 1:
             raise RuntimeError(_DIFFERENT.format(index))
         # The length of a stream is known only now.
         self._name_ranks_without_batch(index, [number for number, rank in enumerate(ranks) if rank.is_empty])
