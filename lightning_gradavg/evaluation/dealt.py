@@ -158,7 +158,7 @@ class EvaluationLoader(LoaderWrapper):
     |------------------------------------------------|-------------------------------|----------------|
     | any, where the user shares out the data        | the loader                    | as it says     |
     | a `DataLoader` of a map-style dataset          | a copy with a dealt sampler   | as it says     |
-    | any other, a *stream*: all ranks read the same | the loader, and keeps a share | need not be so |
+    | any other, a *stream*: all ranks read the same | the loader, and keeps a share | may be another |
 
     A subclass of `DataLoader` with an `__iter__` of its own is a stream: it may read ahead, or ask its sampler when it
     likes.

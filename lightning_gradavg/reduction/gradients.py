@@ -165,7 +165,7 @@ class ReplicatedGradients(KeepsApart):
 
     DDP does not know parameters that were frozen when it was built (`_build_params_for_reducer`). Stock DDP leaves each
     rank its own gradient of those that are unfrozen later, as by BackboneFinetuning, and the ranks drift apart
-    (`test_ranks_steps.py`: unfrozen parameters). Here they are summed after the backward.
+    (`cases.py`: "in which a parameter begins to train"). Here they are summed after the backward.
     """
 
     copies = 1

@@ -12,8 +12,8 @@ __all__ = ["BypassGuard"]
 class BypassGuard:
     """Raises a RuntimeError if a gradient reaches the model by a backward whose loss was not weighed.
 
-    In your own loop such a gradient would be averaged, whatever the rule says. Lightning's Trainer needs no guard in
-    automatic optimization, where it runs the only backward.
+    Such a gradient would be averaged, whatever the rule says. `GradAvgReducer` and the strategy for shards have a
+    guard. `GradAvgStrategy` needs none: DDP's hook finds such a backward (`CommHook`).
     """
 
     def __init__(self, leaves: Iterable[nn.Parameter], rule_name: str, is_weighed: Callable[[], bool]) -> None:

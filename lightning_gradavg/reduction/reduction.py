@@ -135,7 +135,7 @@ class Reduction(Part):
         self._forward: Forward = OF_A_LOOP  # of the pending loss
         # Of the run so far.
         self._batch_number = -1  # of the training step before
-        # Of the run, from `configure_ddp` and `begin` on.
+        # Of the run, from `configure_ddp` and `begin_run` on.
         self._parameters: Sequence[nn.Parameter] = ()
         self._sparse: dict[int, Tensor] = {}
         self._gradients: Gradients | None = None
