@@ -50,12 +50,12 @@ class CommHook:
     | the user gives | there is a window                                 | there is none: the plain mean              |
     |----------------|---------------------------------------------------|--------------------------------------------|
     | a hook         | it gets buckets whose mean is the gradient        | it gets DDP's buckets                      |
-    | a wrapper only | the wrapped `allreduce_hook` gets these buckets   | the wrapped `allreduce_hook` gets them     |
+    | a wrapper only | the wrapped `allreduce_hook` gets these buckets   | the wrapped `allreduce_hook` gets DDP's    |
     | neither        | buckets are multiplied, and ranks add up; those   | no hook is registered: DDP divides, to     |
     |                | of 16 bits add up in float32                      | stock's bits                               |
 
     Attributes:
-        window: The window of the model; None under the plain mean. Whoever makes the window sets it before `register`.
+        window: The window of the model, set by whoever makes it; None under the plain mean, and after the run.
     """
 
     def __init__(

@@ -190,10 +190,7 @@ class GradAvgReducer:
         return any(registered.window.state == WindowState.BACKWARD for registered in self._registered())
 
     def _on_forward(self, registered: _Model, model: nn.Module, _: object, output: object) -> None:
-        """Note whether DDP will reduce, and have a backward that reaches the model by its output call `_reach`.
-
-        Raise a RuntimeError within `join`.
-        """
+        """Note whether DDP will reduce, and have a backward that reaches the model by its output call `_reach`."""
         if not torch.is_grad_enabled():
             return
         registered.reduces = bool(model.require_forward_param_sync)
