@@ -5,7 +5,8 @@
 The backwards of a rank add up    sum(w / u * g / N)      N: what the training loop divides losses by
 Before ranks add up, that is multiplied by    N / (Z / u)    the same on all ranks: the *factor*
 
-u is a power of two near the largest weight of the window before (`WeightUnit`): so losses keep their magnitude.
+u is a power of two near the largest weight of the window before (`WeightUnit`): so losses keep their magnitude. Each
+loss carries w / u, its *loss factor*.
 
 The weight is on the loss, and not on what ranks send: through `gather` and batch norm over all ranks, a loss has
 gradients on other ranks, which must carry the weight of that loss.
