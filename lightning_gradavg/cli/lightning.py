@@ -120,10 +120,12 @@ class _ConfigReader(LightningCLI):
         try:
             super().instantiate_classes()
         except Exception as error:
-            # jsonargparse wraps what a constructor raises. For a fault in their own code, users need the trace.
-            if _module_that_raised(_first_error(error)).startswith(_REFUSING):
+            # jsonargparse words what a constructor raises as a value of a wrong type. For a fault in their own code,
+            # users need the error itself, whose trace leads there.
+            first = _first_error(error)
+            if _module_that_raised(first).startswith(_REFUSING):
                 raise _WrongArgumentsError(_in_one_line(str(error))) from error
-            raise
+            raise first from first.__cause__
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Any]) -> Any:
         self.options = {**config, "callbacks": [*as_list(config.get("callbacks")), *callbacks]}
