@@ -33,7 +33,8 @@ if TYPE_CHECKING:  # the core, which touches names of torch, works without Light
 
 # The base of all batch norms, also of SyncBatchNorm, has no public name of its own.
 BatchNorm: Any = nn.BatchNorm1d.__base__
-# Private: `torch.utils._python_dispatch` (T). Without it the import fails.
+# Private: `torch.utils._python_dispatch` (T). Without it the import fails. Torch documents this class ("Extending
+# PyTorch"), in a module without a public name; `TorchFunctionMode` does not see the operators of the backward.
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 
 
@@ -89,7 +90,8 @@ def limited_batches(stage: RunningStage, length: float, limit: float) -> float:
 
 def start_no_processes(strategy: Any) -> None:
     """Have a strategy start no processes, even one by name such as "ddp_spawn"."""
-    # Private: `DDPStrategy._start_method` (L). Without it `gradavg verify` would start processes for "ddp_spawn".
+    # Private: `DDPStrategy._start_method` (L). Without it `gradavg verify` would start processes for "ddp_spawn". The
+    # constructor takes it, but the registry has made the strategy of such a name already.
     strategy._start_method = "popen"
 
 
@@ -395,7 +397,7 @@ def iterator_of(read: Callable[[Any], Any]) -> property:
     """Return the attribute `_iterator`, through which Lightning shuts down workers, of what stands for `read(self)`."""
 
     # Private: `DataLoader._iterator` (T). Lightning looks at it when it resets a `CombinedLoader` (L:
-    # `_shutdown_workers_and_reset_iterator`). Without it workers that persist outlive a run.
+    # `_shutdown_workers_and_reset_iterator`). Without it workers that persist outlive a run. It asks for no other name.
     def get(wrapper: Any) -> Any:
         return read(wrapper)._iterator
 
@@ -409,7 +411,7 @@ def iterator_of(read: Callable[[Any], Any]) -> property:
 def fetched_here(watch: Callable[[Any], None]) -> Iterator[None]:
     """Have every `DataLoader` load in this process, and call `watch` with the fetcher of every pass that begins."""
     # Private: `_BaseDataLoaderIter._dataset_fetcher` (T). Without it `gradavg verify` does not see which samples were
-    # read.
+    # read: it holds the dataset and the `collate_fn` of a pass, and a loader refuses another dataset.
     make_iterator = DataLoader.__iter__
     in_this_process = {"num_workers": 0, "timeout": 0, "prefetch_factor": None, "persistent_workers": False}
 
