@@ -7,9 +7,13 @@ three.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from statistics import fmean
+from types import ModuleType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -270,3 +274,76 @@ def test_metrics_have_the_values_of_one_process_wherever_they_are_held(
                 assert approx(expected[way][name], 1e-5) == found[way][name], (way, name)
         assert approx(logged, 1e-6) == found_logged
     assert [ranks[0]] * world_size == ranks
+
+
+def scenes(size: int) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Return predicted and true objects of as many images, as masks: 0 to 2 of each, which overlap in part."""
+    generator = torch.Generator().manual_seed(5)
+    images = []
+    for number in range(size):
+        objects = number % 3
+        corners = torch.randint(0, 8, (objects, 2), generator=generator)
+        moved = corners + torch.randint(0, 3, (objects, 2), generator=generator)
+        scores = torch.rand(objects, generator=generator)
+        labels = torch.arange(objects)
+        predicted = {"masks": squares(moved), "scores": scores, "labels": labels}
+        images.append((predicted, {"masks": squares(corners), "labels": labels}))
+    return images
+
+
+def squares(corners: Tensor) -> Tensor:
+    """Return a mask of 16 x 16 for each corner of a square of 8 x 8."""
+    masks = torch.zeros(len(corners), 16, 16, dtype=torch.bool)
+    for mask, (row, column) in zip(masks, corners.tolist(), strict=True):
+        mask[row : row + 8, column : column + 8] = True
+    return masks
+
+
+class Segments(LightningModule):
+    """Scores masks over all loaders, by a metric that it holds as an attribute, and by one in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.precision = MeanAveragePrecision(iou_type="segm")
+        self.others = [MeanAveragePrecision(iou_type="segm", class_metrics=True)]
+        self.found: list[dict[str, float]] = []
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        predicted, true = zip(*batch, strict=True)
+        for metric in (self.precision, *self.others):
+            metric.update(list(predicted), list(true))
+
+    def on_validation_epoch_end(self) -> None:
+        for metric in (self.precision, *self.others):
+            numbers: dict[str, float] = {}
+            for name, value in metric.compute().items():
+                for index, number in enumerate(value.flatten().tolist()):
+                    numbers[f"{name} {index}"] = number
+            self.found.append(numbers)
+
+
+def segment(sizes: tuple[int, ...], strategy: dict[str, Any] | None) -> list[dict[str, float]]:
+    """Body: validate on masks; return what the metrics came to."""
+    # The metric imports a function of torchvision that converts boxes, and calls it for boxes alone.
+    boxes: Any = ModuleType("torchvision.ops")
+    boxes.box_convert = None
+    strategy_of_run: Any = "auto" if strategy is None else GradAvgStrategy(**strategy)
+    loaders = [DataLoader[Any](scenes(size), batch_size=2, collate_fn=list) for size in sizes]
+    with (
+        mock.patch.dict(sys.modules, {"torchvision": boxes, "torchvision.ops": boxes}),
+        mock.patch("torchmetrics.detection.mean_ap._TORCHVISION_AVAILABLE", new=True),
+    ):
+        module = Segments()
+        make_trainer(strategy_of_run).validate(module, loaders, verbose=False)
+    return module.found
+
+
+@pytest.mark.skipif(find_spec("pycocotools") is None, reason="pycocotools is not installed, as `make test-all` does")
+@pytest.mark.parametrize("sizes", [(9,), (9, 1)])
+def test_masks_are_scored_as_in_one_process(world: Any, sizes: tuple[int, ...]) -> None:
+    """Of 5 batches; of 1 image in the second loader, which one rank has."""
+    ((first, second),) = world(1).run(segment, sizes, None)
+    assert 0 < first["map 0"] < 1
+    for world_size in (2, 3):
+        for found in world(world_size).run(segment, sizes, {"exact_evaluation": True}):
+            assert [approx(first, 1e-6), approx(second, 1e-6)] == found
