@@ -434,6 +434,30 @@ def test_a_metric_is_reset_on_ranks_that_have_not_logged_it(world):
     assert [[10.0] * 3] * 3 == world(3).run(totals_of_passes)
 
 
+class Fetches(LightningModule):
+    """Fetches its own batches."""
+
+    def validation_step(self, dataloader_iter):
+        next(dataloader_iter)
+
+    def predict_step(self, dataloader_iter):
+        next(dataloader_iter)
+
+
+def fetch(what: str) -> None:
+    """Body: evaluate three samples."""
+    getattr(make_trainer(GradAvgStrategy(exact_evaluation=True)), what)(Fetches(), DataLoader(data(3)))
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
+@pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument")
+@pytest.mark.parametrize(("what", "step"), [("validate", "validation_step"), ("predict", "predict_step")])
+def test_a_step_that_fetches_its_own_batches_is_an_error(world, what, step):
+    for raised in world(2).run_expecting_errors(fetch, what):
+        assert raised.type_name == "ValueError"
+        assert raised.message.startswith(f"{step}(dataloader_iter) fetches its own batches")
+
+
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "no option": GradAvgStrategy,
     "exact evaluation": lambda: GradAvgStrategy(exact_evaluation=True),

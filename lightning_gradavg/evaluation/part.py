@@ -27,6 +27,7 @@ from weakref import WeakValueDictionary
 import torch
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -278,6 +279,12 @@ class ExactEvaluation(Evaluation):
                 f"CombinedLoader(mode={loop.mode!r}) reads evaluation loaders together, which exact evaluation does"
                 " not: of each, another number of batches is dealt. Use 'sequential', or leave exact_evaluation out."
             )
+        step = f"{self._stage_in_words()}_step"
+        if is_param_in_hook_signature(getattr(self.run.module, step), "dataloader_iter", explicit=True):
+            raise ValueError(
+                f"{step}(dataloader_iter) fetches its own batches, so exact evaluation does not see where one begins,"
+                " and ranks have different numbers of them. Take (batch, batch_idx), or leave exact_evaluation out."
+            )
         running = _Pass(loop)
         self._pass = running
         for index, loader in enumerate(loop.loaders):
@@ -414,16 +421,19 @@ class ExactEvaluation(Evaluation):
 
     def _line_about(self, loader_index: int, ranks: Sequence[int]) -> str:
         """Return the line that names the ranks without a batch of a loader."""
-        trainer = self.run.trainer
-        stage = "validation"
-        if trainer.testing:
-            stage = "test"
-        if trainer.predicting:
-            stage = "predict"
+        stage = self._stage_in_words()
         loader = f"{stage} loader"
         if self._pass is not None and len(self._pass.loaders) > 1:
             loader += f" {loader_index}"
         return _NO_BATCH.format(loader, on_ranks(ranks).removeprefix("on "), stage)
+
+    def _stage_in_words(self) -> str:
+        """Return how Lightning names the step and the hooks of the pass."""
+        if self.run.trainer.testing:
+            return "test"
+        if self.run.trainer.predicting:
+            return "predict"
+        return "validation"
 
     def explain(self, exception: BaseException) -> None:
         """Add to an exception in a pass that this rank had no batch of a loader: hooks may have expected some."""
