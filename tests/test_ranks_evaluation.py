@@ -434,6 +434,44 @@ def test_a_metric_is_reset_on_ranks_that_have_not_logged_it(world):
     assert [[10.0] * 3] * 3 == world(3).run(totals_of_passes)
 
 
+class LogsBehindACheck(LightningModule):
+    """Logs at the end of a pass, in three ways, if its steps have left something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: list[Any] = []
+        self.mean = MeanMetric()
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.left.append(batch.mean())
+
+    def on_validation_epoch_end(self):
+        if self.left:
+            value = torch.stack(self.left).mean()
+            self.mean.update(value)
+            self.log("value", value)
+            self.log("largest", value, reduce_fx="max", sync_dist=True)
+            self.log("metric", self.mean)
+        self.left.clear()
+
+
+def logged_behind_a_check(loaders: int) -> list[dict[str, float]]:
+    """Body: validate two samples, twice; return what was logged each time."""
+    trainer, module = make_trainer(GradAvgStrategy(equivalent_to="single_device")), LogsBehindACheck()
+    of_passes = []
+    for start in (1, 3):
+        trainer.validate(module, [DataLoader(data(2, start), batch_size=1)] * loaders, verbose=False)
+        of_passes.append({name: value.item() for name, value in trainer.callback_metrics.items()})
+    return of_passes
+
+
+@pytest.mark.parametrize("loaders", [1, 2])
+def test_a_value_that_a_rank_without_a_batch_does_not_log_is_that_of_the_others(world, loaders):
+    """Rank 0 logs 1 and then 3, rank 1 2 and then 4, and rank 2 has no batch."""
+    expected = [{"value": low + 0.5, "largest": low + 1, "metric": low + 0.5} for low in (1.0, 3.0)]
+    assert [expected] * 3 == world(3).run(logged_behind_a_check, loaders)
+
+
 class Fetches(LightningModule):
     """Fetches its own batches."""
 

@@ -5,8 +5,8 @@ Each batch is evaluated whole, by one rank, as one process would evaluate it. Wh
 
 * within steps, ranks exchange nothing: no step runs through DDP, whose forward broadcasts buffers (all ranks take rank
   0's once, at the start); the value of a step is that of its batch; and what is reduced or gathered there is an error;
-* after the last batch of each loader, ranks send each other what they have logged of it, and merge it. A rank that
-  lacks some of it takes it over from the others;
+* after the last batch of each loader, and after the hooks at the end, ranks send each other what they have logged, and
+  merge it. A rank that lacks some of it takes it over from the others;
 * metrics merge their states wherever they are computed (`lightning_gradavg.evaluation.metrics`);
 * predictions are put back into the order of the loader;
 * hooks at the end of a pass find nothing on a rank that had no batch: a line names such ranks, and so does an error of
@@ -138,8 +138,8 @@ class ExactEvaluation(Evaluation):
        `fit` this comes once, unless loaders are reloaded.
     3. `on_evaluation_start` begins a pass.
     4. `_begin_batch` before each batch. After the last one of each loader, `_finish_loader`, on all ranks in one order.
-    5. `_end_steps` after the last batch, before the hooks at the end.
-    6. `on_evaluation_end`, after these hooks. Then 2, 3 or 7 may come next.
+    5. `_end_steps` after the last batch, before the hooks at the end; `_ending_hooks` has the last of these.
+    6. `on_evaluation_end`. Then 2, 3 or 7 may come next.
     7. `teardown`. If an exception ends the run, `explain` comes before it, in any state.
 
     | `_pass.state` | from                                | what is reduced or gathered over the ranks           |
@@ -302,6 +302,12 @@ class ExactEvaluation(Evaluation):
 
         change(replaced(Metric, "update_called", property(is_updated)))
         loop.call_at_end(partial(self._end_steps, running))
+        if not self.run.trainer.predicting:
+            # The last of the hooks at the end; Lightning computes next what they have logged.
+            module = self.run.module
+            name = f"on_{self._stage_in_words()}_epoch_end"
+            ending = self._ending_hooks(running, getattr(module, name))
+            change(replaced(module, name, method_of(module, name, ending)))
 
     def _log_of_step(self, log: Callable[..., None]) -> Callable[..., None]:
         """Return the module's `log`, which logs the value of the batch for a step, as one process does."""
@@ -367,17 +373,7 @@ class ExactEvaluation(Evaluation):
         index = running.finished
         running.finished += 1
         loader = running.loaders[index]
-        assert self._computed is not None
-        for metric in self._computed.values():
-            # Torchmetrics returns a value that it has computed before. A rank that has not updated the metric since
-            # would not compute it with the others.
-            setattr(metric, COMPUTED, None)
-        entries: dict[str, Any] = {}
-        if not self.run.trainer.predicting:
-            place = running.loop.index_in_results(index)
-            for key, entry in running.loop.results.items():
-                if entry.meta.dataloader_idx == place and _is_of_all_ranks(entry):
-                    entries[key] = sendable(entry)
+        entries = self._entries_to_compute(running, running.loop.index_in_results(index))
         ranks = self.run.world.gather_objects(_LoaderOfRank(loader.pass_record, loader.is_empty, entries))
         if len({rank.pass_record for rank in ranks}) > 1:
             raise RuntimeError(_DIFFERENT.format(index))
@@ -386,6 +382,35 @@ class ExactEvaluation(Evaluation):
         if not self.run.trainer.predicting:
             self._compute(running, entries, [rank.entries for rank in ranks])
             running.loop.store_results(index)
+
+    def _ending_hooks(self, running: _Pass, hook: Callable[[], None]) -> Callable[[], None]:
+        """Return the module's hook at the end of a pass, behind which the ranks compute what such hooks have logged.
+
+        Some ranks log nothing there, where they had no batch. Each value is a collective operation.
+        """
+
+        def ended() -> None:
+            hook()
+            entries = self._entries_to_compute(running, None)
+            self._compute(running, entries, self.run.world.gather_objects(entries))
+
+        return ended
+
+    def _entries_to_compute(self, running: _Pass, place: int | None) -> dict[str, Any]:
+        """Return what this rank has logged for all ranks at a place of the results, and what is not computed yet."""
+        assert self._computed is not None
+        for metric in self._computed.values():
+            # Torchmetrics returns a value that it has computed before. A rank that has not updated the metric since
+            # would not compute it with the others.
+            setattr(metric, COMPUTED, None)
+        entries: dict[str, Any] = {}
+        if self.run.trainer.predicting:
+            return entries  # nothing is logged
+        for key, entry in running.loop.results.items():
+            is_computed = getattr(entry, COMPUTED) is not None
+            if entry.meta.dataloader_idx == place and _is_of_all_ranks(entry) and not is_computed:
+                entries[key] = sendable(entry)
+        return entries
 
     def _compute(
         self, running: _Pass, local_entries: dict[str, Any], entries_of_ranks: Sequence[dict[str, Any]]
