@@ -501,6 +501,8 @@ class CountsSamples(Toy):
         if self.counts == "forwards":
             for _ in range(4):  # as many as a rank has samples
                 self.total += 1
+        if self.counts == "nothing, but holds a length":
+            self.total.fill_(4)  # as many as a rank has samples
         return super().training_step(batch, batch_idx)
 
 
@@ -526,7 +528,10 @@ def test_a_buffer_that_counts_the_samples_of_a_piece_is_an_error(world, options,
         assert raised.message.startswith(f"{said}, where one process adds {whole}.")
 
 
-@pytest.mark.parametrize(("counts", "expected"), [("gathered samples", 32), ("steps", 4), ("forwards", 16)])
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [("gathered samples", 32), ("steps", 4), ("forwards", 16), ("nothing, but holds a length", 4)],
+)
 def test_a_buffer_that_does_not_depend_on_the_cut_is_that_of_one_process(world, counts, expected):
     assert [expected] * 2 == world(2).run(train_counting_samples, counts, equivalent_to="single_device")
 

@@ -50,7 +50,8 @@ class SharedBuffers:
         self._versions: list[int] = []  # of the parameters before the step
         self._buffer_versions: list[int] = []  # of the buffers before the step, until counting is known
         self._pieces = 0  # that have begun
-        self._is_counting_known = False  # whether a step has shown that no buffer counts samples
+        self._is_counting_known = False  # whether steps have shown that no buffer counts samples
+        self._may_count: list[Tensor] | None = None  # what the first step added its samples to; None before it
 
     def begin_step(self) -> None:
         """Save the values that each piece of the step starts from."""
@@ -98,10 +99,11 @@ class SharedBuffers:
             )
 
     def require_no_count_of_samples(self, samples: float | None, whole: float) -> None:
-        """Raise a RuntimeError if the first step adds the samples of one piece to a buffer, and not those of a batch.
+        """Raise a RuntimeError if two steps add the samples of one piece to a buffer, and not those of a batch.
 
         All ranks write the same where their pieces are of one size, so no comparison of ranks sees it. The host reads
-        the buffers of one number, in one step of the run.
+        the buffers of one number, in two steps of the run. One step does not tell: a buffer that holds the length of a
+        sequence grows from 0 to the number of samples where the two are equal.
 
         Args:
             samples: Number of samples of the first piece.
@@ -110,21 +112,34 @@ class SharedBuffers:
         # A step that counts steps adds 1.
         if self._is_counting_known or samples is None or samples <= 1 or samples == whole:
             return
+        growing = self._grown_by(samples)
+        if self._may_count is None:
+            self._may_count = growing
+            self._is_counting_known = not growing
+            return
         self._is_counting_known = True
-        values = self._values_of_first_piece
-        if values is None:
-            values = self._buffers
-        states = zip(self._buffers, self._buffer_versions, self._values_before, values, strict=True)
-        for buffer, version, before, value in states:
-            # What counts forwards, as batch norm does, is written several times where it adds more than 1.
-            is_written_once = version_of(buffer) == version + self._pieces
-            if is_written_once and value.numel() == 1 and value.item() - before.item() == samples:
+        for buffer in growing:
+            if any(buffer is counting for counting in self._may_count):
                 (name,) = [name for name, known in self._module.named_buffers() if known is buffer]
                 raise RuntimeError(
                     f"training_step adds {samples:g} to the buffer {name!r}, the samples of one piece of a batch,"
                     f" where one process adds {whole:g}. Add len(lightning_gradavg.gather(batch)); or keep the count"
                     " in on_train_batch_end, outside of the step."
                 )
+
+    def _grown_by(self, samples: float) -> list[Tensor]:
+        """Return the buffers of one number that the first piece of the step has added so much to, at once."""
+        values = self._values_of_first_piece
+        if values is None:
+            values = self._buffers
+        found: list[Tensor] = []
+        states = zip(self._buffers, self._buffer_versions, self._values_before, values, strict=True)
+        for buffer, version, before, value in states:
+            # What counts forwards, as batch norm does, is written several times where it adds more than 1.
+            is_written_once = version_of(buffer) == version + self._pieces
+            if is_written_once and value.numel() == 1 and value.item() - before.item() == samples:
+                found.append(buffer)
+        return found
 
     def end_step(self, world: World | None) -> None:
         """Keep what the first piece wrote; with a world, that of rank 0. A collective operation with a world."""
