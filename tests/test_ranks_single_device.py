@@ -111,6 +111,17 @@ class OfNorm(Script):
     normed = True
 
 
+class OfFrozenNorm(OfNorm):
+    """Normalizes by its running statistics, also in training."""
+
+    def build(self) -> nn.Module:
+        net = super().build()
+        for layer in net.modules():
+            if isinstance(layer, nn.BatchNorm1d):
+                layer.eval()
+        return net
+
+
 class Spectral(Script):
     """Every forward in training moves the buffers that the weights follow from."""
 
@@ -180,11 +191,13 @@ VIEWS = parallel(gradient_as_bucket_view=True, find_unused_parameters=True)
 
 @pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist=True")
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
+@pytest.mark.filterwarnings("ignore:Found 1 module.* in eval mode at the start of training")
 @pytest.mark.parametrize(
     ("kind", "world_size", "strategy", "options"),
     [
         (OfNorm, 1, single(), {}),
         (OfNorm, 3, single(), {}),
+        (OfFrozenNorm, 2, single(max_device_batch_size=3), {}),
         (Script, 3, PARTS, {}),
         (Even, 2, {"split_batches": True, "exact_evaluation": True}, {}),
         (Spectral, 4, PARTS, {"limit_train_batches": 0.7}),

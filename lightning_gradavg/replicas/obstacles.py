@@ -115,10 +115,12 @@ def _problems_of_batch_norm(run: Run, options: Options) -> list[str]:
                 " normalizes over its own chunk. Use Trainer(sync_batchnorm=False) and plain batch norm"
             )
         return problems
-    if options.max_device_batch_size is not None and norms:
+    # As torch's `_BatchNorm.forward` decides. A layer that begins to train later is an error of its step.
+    of_batches = [name for name, layer in norms.items() if layer.training or layer.running_mean is None]
+    if options.max_device_batch_size is not None and of_batches:
         problems.append(
-            f"{_cut(run, options)} with batch norm in {', '.join(norms)}, which needs the whole batch at once. Leave"
-            " max_device_batch_size out"
+            f"{_cut(run, options)} with batch norm in {', '.join(of_batches)}, which needs the whole batch at once."
+            " Leave max_device_batch_size out"
         )
     return problems
 
