@@ -45,6 +45,7 @@ from lightning_gradavg.rates.scaling import ScaleFunction
 from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.gather import require_gather_allowed
 from lightning_gradavg.reduction.reduction import Reduction
+from lightning_gradavg.reduction.uncounted import note_hidden_exchange
 from lightning_gradavg.replicas.part import OneForward, Replicas, Step
 from lightning_gradavg.report.part import Reports
 from lightning_gradavg.report.report import StepReport
@@ -567,6 +568,8 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         if self._faults.ends_apart():
             return super().all_gather(tensor, group, sync_grads)  # of `Collectives`, which answers locally
         require_gather_allowed()
+        if sync_grads:
+            note_hidden_exchange("self.all_gather(..., sync_grads=True)", tensor)
         return super().all_gather(tensor, group, sync_grads)
 
     @override

@@ -422,4 +422,46 @@ def test_what_is_computed_again_knows_that_a_rank_stands_in(world, name, use_ree
 
 def test_a_missing_loss_behind_a_reentrant_checkpoint_is_an_error(world):
     for raised in world(2).run_expecting_errors(train_recomputed, "gather", True, True):
-        assert "returned no loss, or one without a graph, after gather within a reentrant" in raised.message
+        assert "returned no loss, or one without a graph, after gather within a reentrant checkpoint," in raised.message
+
+
+class LosesBehindTorch(Crossed):
+    """Gathers by an exchange of torch's whose backward a loss of 0 cannot reach, and has no loss."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(torch.sum)
+        self.how = how
+
+    def on_train_start(self) -> None:
+        if self.how == "SyncBatchNorm":
+            # Not before, as DDP refuses it on CPUs. It is not run.
+            self.norm = nn.SyncBatchNorm(1, affine=False, track_running_stats=False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        row = self.net(batch.reshape(1, 1))
+        if self.how == "self.all_gather":
+            self.all_gather(row, sync_grads=True)
+        if self.how == "self.all_gather of a target":
+            self.all_gather(batch, sync_grads=True)
+            return None if dist.get_rank() == 1 else row.sum()
+        return {"loss": torch.zeros(()), "weight": 0} if batch_idx % 2 else None
+
+
+def lose(how: str) -> list[float]:
+    """Body: return the gradient of each step."""
+    module = LosesBehindTorch(how)
+    batches: Any = [torch.tensor([3.0], dtype=torch.float64)] * 2
+    trainer = make_trainer(GradAvgStrategy(reduction="weighted_mean"), max_epochs=1, use_distributed_sampler=False)
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    return module.gradients
+
+
+@pytest.mark.parametrize("how", ["self.all_gather", "SyncBatchNorm"])
+def test_a_missing_loss_behind_an_exchange_of_torch_is_an_error(world, how):
+    """The other ranks would wait for its backward until the timeout."""
+    for raised in world(2).run_expecting_errors(lose, how):
+        assert f"returned no loss, or one without a graph, after {how}" in raised.message
+
+
+def test_a_missing_loss_behind_a_gathered_target_does_not_count(world):
+    assert [[3.0, 3.0]] * 2 == world(2).run(lose, "self.all_gather of a target")

@@ -47,6 +47,11 @@ def _exchanging_world(of_all: dist.ProcessGroup, timeout: timedelta | None) -> W
     return World.of(dist.new_group(timeout=timeout))
 
 
+def _synchronizes_batch_norm(module: nn.Module) -> bool:
+    """Return whether a layer of torch's normalizes over the ranks; its backward is a collective operation."""
+    return any(isinstance(layer, nn.SyncBatchNorm) and layer.training for layer in module.modules())
+
+
 def _keys_of_counts(output: Mapping[str, object]) -> list[str]:
     """Return the keys of a dict from `training_step` that may be its weight: whole numbers, and misspelt weights."""
     found = []
@@ -427,12 +432,14 @@ class Reduction(Part):
     def _zero_loss(self) -> Tensor:
         """Return a loss of 0 that reaches all parameters and exchanges, with DDP ready for its backward."""
         forward = running_forward()
-        if forward.hidden_exchanges:
+        hidden_exchanges = list(forward.hidden_exchanges)
+        if not forward.normalizes_over_ranks and _synchronizes_batch_norm(self.run.module):
+            hidden_exchanges.append("SyncBatchNorm")
+        if hidden_exchanges:
             raise RuntimeError(
-                "training_step returned no loss, or one without a graph, after"
-                f" {forward.hidden_exchanges[0]} within a reentrant checkpoint,"
-                " whose backward only a loss reaches. Use checkpoint(..., use_reentrant=False), or return a loss of the"
-                ' checkpoint\'s output: {"loss": loss, "weight": 0}.'
+                f"training_step returned no loss, or one without a graph, after {hidden_exchanges[0]}, whose"
+                " backward only a loss reaches: the other ranks wait for it. Return the loss of the step with a weight"
+                ' of 0, {"loss": loss, "weight": 0}; or use lightning_gradavg.gather, and no reentrant checkpoint.'
             )
         # A sharded model has no parameters here: the hooks with which FSDP2 reduces are on what its forward returns
         # (`FSDPState._register_pre_backward_hook`).

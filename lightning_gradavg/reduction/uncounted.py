@@ -25,7 +25,7 @@ from lightning_gradavg._lightning.internals import after_backward, in_reentrant_
 from lightning_gradavg._support.flat import local_part
 from lightning_gradavg._support.running import OF_A_LOOP, running_forward
 
-__all__ = ["note_exchange", "pass_no_nan", "sparse_weights", "zero_loss"]
+__all__ = ["note_exchange", "note_hidden_exchange", "pass_no_nan", "sparse_weights", "zero_loss"]
 
 _LEAF = "torch::autograd::AccumulateGrad"
 """The name of the node that adds a gradient to a parameter's. It lives as long as the parameter does."""
@@ -100,6 +100,22 @@ def note_exchange(name: str, begin_of_backward: Tensor) -> None:
     if begin_of_backward.requires_grad:
         forward.exchanged.append(begin_of_backward)
     elif in_reentrant_checkpoint():
+        forward.hidden_exchanges.append(f"{name} within a reentrant checkpoint")
+
+
+def note_hidden_exchange(name: str, sent: Tensor) -> None:
+    """Note an exchange of torch's in the forward that runs, whose backward only a loss reaches.
+
+    It runs in DDP's process group, where the order of a loss of 0 would not be that of the other ranks.
+
+    Args:
+        name: What messages call it.
+        sent: What is exchanged. Without a gradient there is no backward.
+    """
+    forward = running_forward()
+    if forward is OF_A_LOOP:
+        return
+    if sent.requires_grad or in_reentrant_checkpoint():
         forward.hidden_exchanges.append(name)
 
 
