@@ -580,7 +580,7 @@ class Window:
         return WindowRecord(contents.micro_batches, shares, ratio * contents.divisor * contents.unit)
 
     def close(self) -> None:
-        """Add the gradients from before the window, and begin an empty one."""
+        """Add the gradients from before the window, and begin an empty one. The unit follows the largest weight."""
         self._change(WindowState.EMPTY)
         self._gradients.add_earlier()
         rows = self._rows()
