@@ -59,8 +59,11 @@ def spawned(fabric: Fabric) -> float:
     return float(module.gradient)
 
 
-def test_spawned_processes_train():
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=GradAvgStrategy(**WEIGHTED, start_method="spawn"))
+# Both send a pickle. What is spawned imports everything anew, and takes 8 s of the processor.
+@pytest.mark.parametrize("start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.full)])
+def test_spawned_processes_train(start_method):
+    strategy = GradAvgStrategy(**WEIGHTED, start_method=start_method)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     assert approx(3.6) == fabric.launch(spawned)
 
 
