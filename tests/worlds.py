@@ -41,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtestloop() -> Any:
     gc.freeze()  # what is imported stays: no collection needs to go through it, here and in ranks
+    gc.enable()
     # Before verify starts a fork server, which knows no test modules, and of which a process has one.
     ensure_forkserver()
     return (yield)
