@@ -59,11 +59,14 @@ class Recorder(TorchDispatchMode):
         self.peak = 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self._within = False
+        # Whether a large tensor came since the bytes were counted. Otherwise there can only be fewer.
+        self._has_grown = False
 
     def begin_step(self) -> None:
         self.operators.append(Counter())
         self.hooks.append(0)
         self._within = True
+        self._has_grown = True
 
     def end_step(self) -> None:
         self._within = False
@@ -75,12 +78,15 @@ class Recorder(TorchDispatchMode):
                 self._note(tensor.untyped_storage())
         if self._within:
             self.operators[-1][str(func)] += 1
-            self.peak = max(self.peak, self._bytes())
+            if self._has_grown:
+                self.peak = max(self.peak, self._bytes())
+                self._has_grown = False
         return result
 
     def _note(self, storage: Any) -> None:
         if storage.nbytes() >= LARGE and storage._cdata not in self._alive:
             self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            self._has_grown = True
 
     def _bytes(self) -> int:
         self._alive = {key: noted for key, noted in self._alive.items() if not noted[0].expired()}
