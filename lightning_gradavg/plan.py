@@ -221,8 +221,14 @@ def _notes(recipe: Recipe, run: _Run, even_sizes: Sequence[int], max_device_batc
     if total not in even_sizes:
         notes.append(
             f"{counted(total, 'sample')} cannot be shared evenly by {counted(run['world_size'], 'device')}: some get"
-            " one more than others, which reduction='weighted_mean' makes exact. Nearest global batches that divide"
+            " one more than others, which is exact, as the mean is over samples. Nearest global batches that divide"
             f" evenly: {' and '.join(map(str, even_sizes))}."
+        )
+    if recipe.accumulate_grad_batches > 1:
+        notes.append(
+            f"The {recipe.accumulate_grad_batches} batches that the base run accumulates are one batch here, which the"
+            " devices share: leave accumulate_grad_batches out. The loss is then one mean over it, and not the mean of"
+            " their means."
         )
     most_at_once = run["chunks"][0]["micro_batch_size"]  # the first chunk is the largest
     if max_device_batch_size is None and most_at_once > recipe.batch_size:
@@ -239,11 +245,10 @@ def _notes(recipe: Recipe, run: _Run, even_sizes: Sequence[int], max_device_batc
 
 def _code(recipe: Recipe, nodes: int, devices: int, run: _Run, max_device_batch_size: int | None) -> list[str]:
     """Return the lines of Python that make a run."""
-    options: dict[str, Any] = {
-        "reduction": "weighted_mean",
-        "split_batches": True,
-        "max_device_batch_size": max_device_batch_size,
-    }
+    options: dict[str, Any] = {"equivalent_to": "single_device"}
+    if max_device_batch_size is not None:
+        # The preset refuses batch norm that would see a batch in pieces, and a plan does not know the model.
+        options = {"split_batches": True, "max_device_batch_size": max_device_batch_size}
     if run["scale"] != 1:
         outcome = _fitting_outcome(recipe, run)
         options["lr_scaling"] = outcome["lr_scaling"]

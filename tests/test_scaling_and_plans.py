@@ -26,6 +26,7 @@ from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg._support.collectives import World
 from lightning_gradavg._support.place import Place
 from lightning_gradavg.batches.chunks import Split
+from lightning_gradavg.cli.plan import main
 from lightning_gradavg.plan import Recipe, make_plan
 from lightning_gradavg.rates.part import Rates
 from lightning_gradavg.rates.scaling import (
@@ -661,6 +662,26 @@ def test_the_question_of_the_threads() -> None:
     assert lrs(plan.stock_ddp) == {"none": 0.01, "linear": 0.04, "sqrt": 0.02, "adam_sde": None}
     assert plan.stock_ddp.mean_loss_gradient == "mean of 4 means"
     assert plan.stock_ddp.sum_loss_gradient == "sum over 64, 4 times too small"
+
+
+def test_a_plan_is_that_of_the_readme() -> None:
+    """One process's curve takes the preset; pieces take its cut alone, as the preset refuses batch norm in pieces."""
+    assert "GradAvgStrategy(equivalent_to='single_device'))" in planned(Recipe(16, 0.01), 2).code[1]
+    pieces = planned(Recipe(16, 0.01), 2, max_device_batch_size=4).code[1]
+    assert "GradAvgStrategy(split_batches=True, max_device_batch_size=4))" in pieces
+
+
+def test_a_plan_says_what_becomes_of_accumulation() -> None:
+    plan = planned(Recipe(8, 0.1, accumulate_grad_batches=3), 2)
+    assert ["DataLoader(dataset, batch_size=24)"] == plan.code[:1]
+    assert plan.notes[0].startswith("The 3 batches that the base run accumulates are one batch here")
+    assert not any("accumulates" in note for note in planned(Recipe(8, 0.1), 2).notes)
+
+
+def test_lines_of_a_plan_end_without_blanks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--batch-size", "8", "--lr", "0.1", "--devices-per-node", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [line.rstrip() for line in lines]
 
 
 @given(size=st.integers(1, 10**6), parts=COUNTS)

@@ -113,15 +113,20 @@ def _print(plan: dict[str, Any]) -> None:
     if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
         width = _PIPE_WIDTH
     console = Console(width=width, highlight=False, markup=False)
-    console.print(_table(plan), "The last rows are the hyperparameters of a mean loss, by lr_scaling; k is the scale.")
-    for note in plan["notes"]:
-        console.print(f"- {note}")
-    if plan["gradavg"]["scale"] == 1:
-        console.print("As code:")
-    else:
-        console.print("As code, with one of the values of lr_scaling:")
-    for line in plan["code"]:
-        console.print(f"  {line}", soft_wrap=True)
+    with console.capture() as printed:
+        console.print(
+            _table(plan), "The last rows are the hyperparameters of a mean loss, by lr_scaling; k is the scale."
+        )
+        for note in plan["notes"]:
+            console.print(f"- {note}")
+        if plan["gradavg"]["scale"] == 1:
+            console.print("As code:")
+        else:
+            console.print("As code, with one of the values of lr_scaling:")
+        for line in plan["code"]:
+            console.print(f"  {line}", soft_wrap=True)
+    for line in printed.get().splitlines():
+        print(line.rstrip())  # a table of rich fills its lines with blanks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
