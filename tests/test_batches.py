@@ -304,6 +304,14 @@ def test_the_log_says_how_a_loader_is_read(loader: Any, reading: Reading, told: 
     assert re.search(f"{told}$", split(loader, world_size=2).describe())
 
 
+def test_the_log_says_which_chunks_are_empty() -> None:
+    """8 samples fill 4 of 6 chunks, and 1 sample fills 1."""
+    told = "split into 6 chunks (torch.chunk fills 4 of them with 8 samples) on 3 ranks; "
+    assert told in split(DataLoader(SAMPLES, 8), world_size=3, replicas=6).describe()
+    assert "(torch.chunk fills 1 of them with 1 sample)" in split(DataLoader(SAMPLES, 1), replicas=2).describe()
+    assert "into 4 chunks on 1 rank" in split(DataLoader(SAMPLES, 8), replicas=4).describe()
+
+
 def test_the_log_says_on_one_rank_what_is_done_with_a_loader() -> None:
     """What a rank reads of a batch is no question there."""
     told = "list: used unchanged; each batch is a global batch, split into 1 chunk on 1 rank"

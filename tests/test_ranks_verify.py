@@ -886,7 +886,7 @@ NOT_SHOWN = {
     "by a sampler of your own, the ranks read 28 samples": Run(
         loader=make_plain_loader(make_sampler=make_sampler_that_leaves_out)
     ),
-    "1 samples of an epoch are read twice": make_sampled_run(loader=make_plain_loader(31)),
+    "an epoch reads 1 sample twice": make_sampled_run(loader=make_plain_loader(31)),
 }
 
 

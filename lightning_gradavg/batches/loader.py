@@ -52,7 +52,7 @@ from lightning_gradavg._support.collectives import Contribution, World
 from lightning_gradavg._support.random_state import random_state, stream_key
 from lightning_gradavg._support.text import plural
 from lightning_gradavg._support.tree import data_digest, rows_of, slice_rows
-from lightning_gradavg.batches.chunks import Chunk, Pieces, Split
+from lightning_gradavg.batches.chunks import Chunk, Pieces, Split, chunk_bounds
 from lightning_gradavg.batches.cut import CollatedSamples, LoadedBatch, Probed, indices_copy, stream_copy
 from lightning_gradavg.batches.order import BatchRecord, LoaderState, Order, RequestSampler, Sources, Watch
 from lightning_gradavg.batches.streams import OrderStream, PassPlace, seed_of_state
@@ -360,7 +360,7 @@ class SplitLoader(LoaderWrapper):
         with_samplers = ""
         if public_names:
             with_samplers = f" with its {' and '.join(public_names)}"
-        chunks = plural(self.split.chunks, "chunk")
+        chunks = self._describe_chunks()
         ranks = plural(self.split.world_size, "rank")
         reads = ""
         if self.split.cuts:
@@ -370,13 +370,24 @@ class SplitLoader(LoaderWrapper):
             f" {chunks} on {ranks}{reads}"
         )
 
+    def _describe_chunks(self) -> str:
+        """Return the number of chunks, and how many of them `torch.chunk` leaves empty in a full batch."""
+        text = plural(self.split.chunks, "chunk")
+        size = loader_batch_size(self.loader)
+        if size is None or self.split.replicas is None:
+            return text
+        filled = sum(stop > start for start, stop in chunk_bounds(size, self.split.replicas))
+        if filled < self.split.replicas:
+            text += f" (torch.chunk fills {filled} of them with {plural(size, 'sample')})"
+        return text
+
     def _describe_reading(self) -> str:
         """Return what a rank reads of each batch."""
         size = loader_batch_size(self.loader)
         own = "its own samples"
         if size is not None:
             sizes = {self._samples_of_rank(rank, size) for rank in range(self.split.world_size)}
-            own = f"its own {' or '.join(map(str, sorted(sizes)))} of {size} samples"
+            own = f"its own {' or '.join(map(str, sorted(sizes)))} of {plural(size, 'sample')}"
         if self.reading is Reading.INDICES:
             return f"each rank loads {own}"
         if self.reading is Reading.SAMPLES:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+from lightning_gradavg._support.text import plural
 from lightning_gradavg.verify.records import EpochReading, RankBatch, Record
 from lightning_gradavg.verify.report import Finding
 
@@ -83,11 +84,11 @@ def _compare_epochs(
         )
         return
     if extra < 0:
-        detail = f"{-extra} of the {alone.length} samples of an epoch are never read"
+        detail = f"an epoch never reads {-extra} of its {plural(alone.length, 'sample')}"
         found.findings.append(Finding("unread samples", "samples", detail))
         return
     cause = "padding"
-    detail = f"{extra} samples of an epoch are read twice, to fill the ranks"
+    detail = f"an epoch reads {plural(extra, 'sample')} twice, to fill the ranks"
     if extra >= alone.length:
         cause = "duplicated stream"
         detail = "every rank reads all samples of an epoch"
