@@ -26,7 +26,7 @@ from lightning_gradavg.reduction.guard import BypassGuard
 from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.reduction.sharded import ShardedGradients, sharded_rule
 from lightning_gradavg.reduction.uncounted import note_exchange
-from lightning_gradavg.report.start_line import StartFacts, normalizes_by_rank, start_line
+from lightning_gradavg.report.start_line import StartFacts, drops_out, normalizes_by_rank, start_line
 from lightning_gradavg.rules import RULES
 
 __all__ = ["GradAvgModelParallelStrategy"]
@@ -97,6 +97,7 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
             window=run.loop.accumulation,
             last_window=run.loop.short_last_window,
             normalizes_by_rank=normalizes_by_rank(run.module),
+            drops_out=drops_out(run.module),
         )
         return start_line(facts)
 

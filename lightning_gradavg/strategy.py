@@ -49,7 +49,7 @@ from lightning_gradavg.reduction.uncounted import note_hidden_exchange
 from lightning_gradavg.replicas.part import OneForward, Replicas, Step
 from lightning_gradavg.report.part import Reports
 from lightning_gradavg.report.report import StepReport
-from lightning_gradavg.report.start_line import StartFacts, normalizes_by_rank, start_line
+from lightning_gradavg.report.start_line import StartFacts, drops_out, normalizes_by_rank, start_line
 from lightning_gradavg.reproducible.engine import ReplicaGradients
 from lightning_gradavg.reproducible.part import FixedArithmetic
 from lightning_gradavg.rules import RULES
@@ -458,9 +458,11 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             window=run.loop.accumulation,
             last_window=run.loop.short_last_window,
             splits=options.split_batches,
+            draws_order=self._batches.draws_order,
             replicas=replicas,
             cuts_in_pieces=options.max_device_batch_size is not None,
             normalizes_by_rank=not options.one_device and replicas is None and normalizes_by_rank(run.module),
+            drops_out=drops_out(run.module),
         )
         return start_line(facts, [part.describe() for part in self._parts])
 

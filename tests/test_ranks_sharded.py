@@ -246,7 +246,9 @@ def start_line(batches: int) -> str:
 
 @pytest.mark.parametrize(("batches", "is_short"), [(3, True), (4, False)])
 def test_the_start_line_says_that_the_last_window_is_short(world, batches, is_short):
-    said = "the last window of an epoch, which has 1 and is averaged over 1 (stock Lightning divides by 2)."
+    said = (
+        "Stock Lightning divides the last window of an epoch, which has 1 micro-batch, by 2; here it is divided by 1."
+    )
     for line in world(2).run(start_line, batches):
         assert "2 data-parallel x 1 tensor-parallel ranks (gloo), " in line
         assert ", 2 micro-batches per optimizer step." in line

@@ -566,7 +566,9 @@ def test_a_short_window_by_hand(module, expected, sized, options):
     trainer.fit(toy, DataLoader(Stream(batches), batch_size=None) if not sized else make_loader(batches))
     assert [approx(number) for number in expected] == [gradient.item() for gradient in toy.seen.gradients]
     strategy: Any = trainer.strategy
-    said = "the last window of an epoch, which has 1 and is averaged over 1 (stock Lightning divides by 2)"
+    said = (
+        "Stock Lightning divides the last window of an epoch, which has 1 micro-batch, by 2; here it is divided by 1."
+    )
     # Nobody knows how many batches a stream has.
     assert sized == (said in strategy._start_line())
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sized
 from typing import Any, Protocol, runtime_checkable
 
-from torch.utils.data import DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_gradavg._lightning.internals import iterator_of
 
@@ -105,6 +105,21 @@ def loader_samplers(loader: object) -> list[Any]:
         if sampler is not None and not is_known:
             samplers.append(sampler)
     return samplers
+
+
+def draws_order(loader: object) -> bool:
+    """Return whether a loader may draw its order from the random numbers of the process.
+
+    A sampler that is neither sequential, nor seeded, nor has a generator of its own may: torch's random ones, and a
+    user's. A stream has no order beside that in which it is read.
+    """
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return False
+    for sampler in loader_samplers(loader):
+        is_fixed = type(sampler) is BatchSampler or isinstance(sampler, (SequentialSampler, DistributedSampler))
+        if not is_fixed and getattr(sampler, "generator", None) is None:
+            return True
+    return False
 
 
 def loader_parts(loader: object) -> list[Any]:

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_gradavg._lightning.internals import injects_samplers, set_injection_of_samplers
-from lightning_gradavg._lightning.loaders import LoaderWrapper, last_batch_size, user_loader
+from lightning_gradavg._lightning.loaders import LoaderWrapper, draws_order, last_batch_size, user_loader
 from lightning_gradavg._lightning.methods import method_of, replaced
 from lightning_gradavg._lightning.options import Options
 from lightning_gradavg._lightning.part import Part, Run, Saved
@@ -23,7 +23,7 @@ from lightning_gradavg._support.random_state import (
     restore_random_state,
     stream_key,
 )
-from lightning_gradavg._support.text import listed_ranks
+from lightning_gradavg._support.text import listed_ranks, plural
 from lightning_gradavg._support.tree import leaves, mapped
 from lightning_gradavg.batches.chunks import STAND_IN, Chunk, Piece, Pieces, Split
 from lightning_gradavg.batches.joined import FetchRecord, JoinedLoader, join
@@ -117,6 +117,11 @@ class Batches(Part):
     def fetches_within(self) -> bool:
         """Whether `training_step` fetches its own batches, as Lightning has it if it takes a `dataloader_iter`."""
         return is_param_in_hook_signature(self.run.module.training_step, "dataloader_iter", explicit=True)
+
+    @property
+    def draws_order(self) -> bool:
+        """Whether the ranks share a loader that may draw its order from the random numbers of the process."""
+        return False
 
     def drawing_order(self) -> AbstractContextManager[None]:
         """Return the context in which evaluation loaders draw the seeds of their workers."""
@@ -525,6 +530,11 @@ class SplitBatches(Batches):
                 loaders=[loader.state_dict() for loader in self._loaders],
             )
 
+    @property
+    def draws_order(self) -> bool:
+        """Whether the ranks share a loader that may draw its order from the random numbers of the process."""
+        return any(draws_order(loader.loader) for loader in self._loaders)
+
     def describe(self) -> str:
         """Return the start line's sentence about ranks that will have no samples in the last batch of an epoch."""
         for loader in self._loaders:
@@ -554,8 +564,9 @@ class SplitBatches(Batches):
 _DEPENDS_ON_BATCH = (
     "GradAvgStrategy: collate_fn makes something else of a whole batch than of its parts, found in {}. Every rank"
     " collates its own samples, so what depends on the other samples of the batch (padding that counts in the loss,"
-    " targets centred by the batch, mixed samples) is not that of one process. Mask the padding, or pad to a fixed"
-    " length; compute what needs the batch in training_step, with gather or global_mean."
+    " targets centred by the batch, mixed samples) is not that of one process. If your loss masks the padding, nothing"
+    " is wrong. If not, mask it, or pad to a fixed length; compute what needs the batch in training_step, with gather"
+    " or global_mean."
 )
 
 
@@ -610,7 +621,7 @@ def _require_same_layout(chunks: Sequence[Chunk]) -> None:
     sizes = []
     for chunk in chunks:
         pieces = " + ".join(str(count) for count in chunk.layout)
-        sizes.append(f"{chunk.batch_samples} samples in {pieces} pieces")
+        sizes.append(f"{plural(chunk.batch_samples, 'sample')} in {pieces} pieces")
     raise RuntimeError(
         f"the batches of the train loaders, now {' and '.join(sizes)} on the ranks, are not cut alike, so some piece"
         " has samples of one loader and none of another. Set drop_last=True, or use equal batch sizes."

@@ -1,7 +1,8 @@
 """The line at the start of a run: what a user must know first, and the formula last.
 
 It says the same about a run as the README and the first line of `gradavg verify`: which run of one process it equals,
-and in what it does not (`tests/test_start_line.py`).
+and in what it does not (`tests/test_start_line.py`). *One process* is stock Lightning on one process with the named
+batch. What a run has not is left out: dropout, a shuffled order, batch norm, a window, a short last window.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from lightning_gradavg._lightning.internals import BatchNorm
 from lightning_gradavg._support.text import plural
 from lightning_gradavg.rules import RULES, Rule, explained
 
-__all__ = ["StartFacts", "normalizes_by_rank", "start_line"]
+__all__ = ["StartFacts", "drops_out", "normalizes_by_rank", "start_line"]
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,12 @@ class StartFacts:
         window: Micro-batches of one optimizer step.
         last_window: Micro-batches of the last window of an epoch if it is short; 0 if it is full or nobody knows.
         splits: Whether the ranks share each batch of the user's loaders.
+        draws_order: Whether a loader that they share may draw its order with whatever else draws on the CPU.
         replicas: Chunks of each loader batch that have batch statistics and random numbers of their own; None if those
             are the ranks' own, or those of one device.
         cuts_in_pieces: Whether a rank may compute its samples in pieces.
         normalizes_by_rank: Whether a batch norm sees the samples of its own rank alone.
+        drops_out: Whether a module of torch's is seen to drop values.
     """
 
     strategy: str
@@ -47,9 +52,16 @@ class StartFacts:
     window: int = 1
     last_window: int = 0
     splits: bool = False
+    draws_order: bool = False
     replicas: int | None = None
     cuts_in_pieces: bool = False
     normalizes_by_rank: bool = False
+    drops_out: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each optimizer step is one forward and backward, of one batch, as without the strategy."""
+        return self.ranks * self.window == 1 and self.replicas is None and not self.cuts_in_pieces
 
 
 def start_line(facts: StartFacts, remarks: Sequence[str] = ()) -> str:
@@ -59,8 +71,9 @@ def start_line(facts: StartFacts, remarks: Sequence[str] = ()) -> str:
         _run_that_it_equals(facts),
         _number_of_steps(facts),
         _differences(facts),
+        _window(facts),
         *remarks,
-        f"{explained(facts.rule)} (reduction={facts.rule.name!r}).",
+        f"{explained(facts.rule)} ({_name(facts.rule)}).",
     ]
     return " ".join(sentence for sentence in sentences if sentence)
 
@@ -69,6 +82,27 @@ def normalizes_by_rank(module: nn.Module) -> bool:
     """Return whether a module has a batch norm that sees the samples of its own rank alone."""
     norms = [layer for layer in module.modules() if isinstance(layer, BatchNorm)]
     return any(not isinstance(norm, nn.SyncBatchNorm) for norm in norms)
+
+
+def drops_out(module: nn.Module) -> bool:
+    """Return whether a module has a dropout of torch's that drops anything. One that is a function is not seen."""
+    for layer in module.modules():
+        share = 0.0
+        if isinstance(layer, _DROPOUTS):
+            share = layer.p
+        if isinstance(layer, (nn.MultiheadAttention, nn.RNNBase)):
+            share = layer.dropout
+        if share > 0:
+            return True
+    return False
+
+
+def _name(rule: Rule) -> str:
+    """Return the option that names a rule. The mean over samples that ranks share has the name of the plain one."""
+    option = f"reduction={rule.name!r}"
+    if rule.name == "mean" and rule != RULES["mean"]:
+        return f"{option} of a batch that ranks share"
+    return option
 
 
 def _batch(facts: StartFacts) -> str:
@@ -84,9 +118,11 @@ def _run_that_it_equals(facts: StartFacts) -> str:
     """Return the sentence that names the run of one process; "" under rules of nodes, which one process has not."""
     if facts.rule.uses_nodes:
         return ""
-    batch = "that takes the samples of all ranks as one batch"
+    batch = "that takes the samples of all ranks in one step"
     if facts.global_batch is not None:
         batch = f"with batch {facts.global_batch}"
+        if facts.window > 1:
+            batch += " in one step over all samples"
     chunks = ""
     if facts.replicas is not None:
         chunks = f" in {plural(facts.replicas, 'chunk')}, as nn.DataParallel on {plural(facts.replicas, 'device')}"
@@ -95,12 +131,14 @@ def _run_that_it_equals(facts: StartFacts) -> str:
 
 def _condition(facts: StartFacts) -> str:
     """Return what must hold of the loss for the run to equal one process."""
+    if facts.rule == RULES["normalized_sum"]:
+        return ' that divides its loss, a sum, by its "weight"'
+    if facts.is_whole:
+        return ""
     if facts.rule == RULES["mean"]:
-        if facts.ranks * facts.window == 1:
-            return ""
         return " if every micro-batch has equally many loss terms, as in stock DDP"
     if facts.rule.multiplier == "n":
-        return " if its loss is a mean over the weight that training_step returns, or else over samples"
+        return ' if its loss is a mean over its "weight", or over samples without one'
     return " if its loss is a sum"
 
 
@@ -127,34 +165,38 @@ def _number_of_steps(facts: StartFacts) -> str:
 
 def _differences(facts: StartFacts) -> str:
     """Return the sentence that lists what differs from that run; "" if nothing does."""
-    differences = [_samples(facts), _random_numbers(facts), _batch_norm(facts), _short_window(facts)]
+    differences = [_samples(facts), _random_numbers(facts), _batch_norm(facts)]
     listed = "; ".join(difference for difference in differences if difference)
-    if not listed:
-        return ""
-    # On one process, what the run differs from is the same script without the strategy.
-    other = "one process" if facts.ranks > 1 else "the plain Trainer"
-    return f"Different from {other}: {listed}."
+    sentences = []
+    if listed:
+        sentences.append(f"Different from one process: {listed}.")
+    if facts.replicas is not None:
+        sentences.append(f"{_drawn(facts)[0].upper()}{_drawn(facts)[1:]} are each chunk's own, on any number of ranks.")
+    return " ".join(sentences)
 
 
 def _samples(facts: StartFacts) -> str:
-    if facts.splits:
-        return "a shuffled order, where something else draws on the CPU and the loader has no generator="
-    if facts.ranks > 1:
-        return "the samples of each step (split_batches=True keeps those of one process)"
+    if facts.draws_order:
+        return "the shuffled order, if anything else draws on the CPU (a loader with generator= keeps it)"
+    if facts.ranks > 1 and not facts.splits:
+        return "the samples of each step (split_batches=True keeps them)"
     return ""
 
 
 def _random_numbers(facts: StartFacts) -> str:
     if facts.replicas is not None:
-        return "dropout and augmentation, which each replica draws for itself, equal on any number of ranks"
+        return ""
     if facts.ranks > 1:
-        return (
-            "dropout and augmentation, which each rank draws for itself (equivalent_to='data_parallel' with"
-            " num_replicas= draws equal ones on any number of ranks)"
-        )
+        return f"{_drawn(facts)}, each rank's own (equivalent_to='data_parallel' with num_replicas= fixes them)"
     if facts.cuts_in_pieces:
-        return "dropout and augmentation, which each piece of a batch draws for itself"
+        return f"{_drawn(facts)}, of each piece of a batch its own"
     return ""
+
+
+def _drawn(facts: StartFacts) -> str:
+    if facts.drops_out:
+        return "dropout and other random numbers"
+    return "random numbers, if any are drawn"
 
 
 def _batch_norm(facts: StartFacts) -> str:
@@ -163,10 +205,18 @@ def _batch_norm(facts: StartFacts) -> str:
     return ""
 
 
-def _short_window(facts: StartFacts) -> str:
-    if facts.last_window == 0:
+def _window(facts: StartFacts) -> str:
+    """Return the sentence about what stock Lightning makes of a window, on one process, too; "" if it is the same."""
+    if facts.window == 1:
         return ""
-    return (
-        f"the last window of an epoch, which has {facts.last_window} and is averaged over {facts.last_window}"
-        f" (stock Lightning divides by {facts.window})"
-    )
+    short = ""
+    if facts.last_window > 0:
+        short = (
+            f"divides the last window of an epoch, which has {plural(facts.last_window, 'micro-batch')}, by"
+            f" {facts.window}"
+        )
+    if facts.rule == RULES["mean"] or facts.rule.averages_window:
+        return f"Stock Lightning {short}; here it is divided by {facts.last_window}." if short else ""
+    averages = f"averages the losses of the {facts.window} micro-batches"
+    both = " and ".join(part for part in (averages, short) if part)
+    return f"Stock Lightning, on one process too, {both}."
