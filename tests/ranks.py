@@ -33,6 +33,7 @@ from datetime import timedelta
 from itertools import combinations, product
 from multiprocessing import connection, forkserver, get_context, resource_tracker, set_start_method
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -45,12 +46,20 @@ from lightning.fabric.utilities import registry
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import argparse
 from torch.distributed import device_mesh
 
 from lightning_gradavg._lightning.internals import store_of_world
 
 # Each Trainer reads the metadata of every installed package in search of callbacks, as long as a short training takes.
 vars(registry)["entry_points"] = functools.cache(registry.entry_points)
+# And the signature of its class, in search of variables of the environment.
+vars(argparse)["inspect"] = SimpleNamespace(signature=functools.cache(inspect.signature))
+# `torch.manual_seed` notes the stack for each kind of device that may be initialized later, with the lines of code, and
+# each worker of a data loader reads their files anew.
+for kind_of_device in (torch.cuda, torch.xpu, torch.mtia):
+    if not kind_of_device.is_available():
+        vars(kind_of_device)["manual_seed_all"] = lambda seed: None
 # A rank makes each group, and each mesh of groups, once: three threads of every group wake a hundred times a second.
 group_of = functools.cache(dist.new_group)
 
