@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from functools import cache
 from typing import Any
 
@@ -36,6 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
             del os.environ[name]
     vars(rank_zero_only)["rank"] = 0  # Lightning read it from the environment when it was imported
     torch.set_num_threads(1)  # as on the ranks: the order of a sum must not depend on the process
+    if sys.platform == "linux":
+        # For this process and those that it starts. A process that wakes another one goes on: otherwise a rank is
+        # preempted with the lock of the connection that it sends on, which gloo's thread tries to take without a pause.
+        with suppress(OSError):  # where it is not allowed
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
