@@ -19,6 +19,7 @@ from faulty_runs import (
     Begins,
     Exchanging,
     Grows,
+    Headed,
     Logged,
     Other,
     add_parameter,
@@ -247,6 +248,10 @@ SIGNALS = {
 
 # 4. A step that one rank cannot take as the other does.
 
+UNUSED_HEAD = (
+    "rank 1 failed with RuntimeError: Expected to have finished reduction in the prior iteration",
+    "find_unused_parameters=True",
+)
 STEPS = {
     "a rank begins to log where no other does": Fault(
         (
@@ -270,6 +275,19 @@ STEPS = {
     ),
     "a rank has more parameters than the other when they are compared": Fault(
         on_both("nothing on rank 0; parameter 'more' of shape (1,) on rank 1"), {"model": Grows}
+    ),
+    # No forward follows, with which stock DDP says so.
+    "a head that the last step of one rank does not use, under the plain mean": Fault(
+        UNUSED_HEAD, {"model": Headed}, timeout=40
+    ),
+    "the same under a rule": Fault(
+        UNUSED_HEAD, {"model": Headed, "strategy": {"equivalent_to": "single_device"}}, timeout=40
+    ),
+    "the same in a window": Fault(
+        UNUSED_HEAD,
+        {"model": Headed, "strategy": {"reduction": "weighted_mean"}, "accumulate_grad_batches": 5},
+        timeout=40,
+        is_full=True,
     ),
     # Gloo aborts the rank that receives more than it expects, in a thread of its own.
     "ranks that exchange other shapes": Fault(

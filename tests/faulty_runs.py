@@ -164,6 +164,20 @@ class Grows(Injected):
         return super().training_step(batch, batch_idx)
 
 
+class Headed(Injected):
+    """Has a parameter that the last step of rank 1 does not use, as a head for labels that are rare."""
+
+    def __init__(self, *args: Any, **toy: Any) -> None:
+        super().__init__(*args, **toy)
+        self.head = torch.nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss: Any = super().training_step(batch, batch_idx)
+        if batch_idx == 4 and dist.get_rank() == 1:
+            return loss
+        return loss + self.head.sum()
+
+
 class UnreadableError(ValueError):
     def __str__(self) -> str:
         raise KeyError("text")

@@ -308,7 +308,7 @@ def names_of_others(tree: ast.AST) -> set[str]:
     return {name for name in used - defined if re.fullmatch(r"_[A-Za-z]\w*", name)}
 
 
-MOST_PRIVATE_NAMES = 23
+MOST_PRIVATE_NAMES = 24
 """Each is a release of Lightning or torch that may break the package. Lower this number when one goes. Before you raise
 it, look for a public name, an error, or a sentence that serves as well."""
 

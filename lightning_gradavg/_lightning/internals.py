@@ -131,10 +131,10 @@ class TrainingLoop:
         # After the last batch, Lightning counts the epoch as processed, and calls its hooks then. Before the first one,
         # both counts are 0, and a loader without length may have been read ahead.
         epochs = self._loop.epoch_progress.current
-        return self._is_on_last_batch or 0 < epochs.ready == epochs.processed
+        return self.is_on_last_batch or 0 < epochs.ready == epochs.processed
 
     @property
-    def _is_on_last_batch(self) -> bool:
+    def is_on_last_batch(self) -> bool:
         """Whether no batch of the epoch follows the one that reached training last."""
         trainer = self._loop.trainer
         return bool(trainer.is_last_batch) or self.ready == trainer.num_training_batches
@@ -176,7 +176,7 @@ class TrainingLoop:
         """Whether the window goes on after the batch in training."""
         # As `_TrainingEpochLoop._should_accumulate`, for a strategy that leaves accumulation to Lightning. The tests of
         # short windows fail if a release counts otherwise.
-        return self.ready % self._loop.trainer.accumulate_grad_batches != 0 and not self._is_on_last_batch
+        return self.ready % self._loop.trainer.accumulate_grad_batches != 0 and not self.is_on_last_batch
 
     @property
     def accumulation(self) -> int:
@@ -500,6 +500,17 @@ def parameters_known_to(model: Any) -> int:
     # What requires a gradient now is public, and what did when DDP was made is not: unfrozen in between, a parameter
     # would drift apart.
     return int(model._get_ddp_logging_data()["num_parameter_tensors"])
+
+
+def require_reduced(model: Any) -> None:
+    """Raise DDP's own error if it has begun to reduce in a backward and not ended, as parameters got no gradient.
+
+    A collective operation in the first call after the first reduction, in which DDP orders its buckets.
+    """
+    # Private: `Reducer._rebuild_buckets` (T), with which DDP's forward begins. Without it no run of several ranks
+    # begins. No public name asks DDP before its next forward, and after the last batch there is none: this rank would
+    # go on to another exchange, while others wait for it in a bucket (`test_ranks_faults.py`: a head).
+    model.reducer._rebuild_buckets()
 
 
 # Private: `Tensor._version` (T). Without it a change in place is not seen: an AttributeError in the first step. To

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from lightning_gradavg._lightning.internals import require_reduced
 from lightning_gradavg._lightning.part import Part, Run
 from lightning_gradavg._support.arguments import as_count_or_none
 from lightning_gradavg._support.collectives import Contribution, World
@@ -169,12 +170,16 @@ class Faults(Part):
 
     def on_evaluation_start(self) -> None:
         """Compare buffers before ranks evaluate different batches, which may change those of a module that trains."""
+        if self._batches > 1 and self.run.model is not None:
+            require_reduced(self.run.model)  # ranks may exchange before DDP's next forward, which would say so
         if self._compares_buffers and self.run.model is not None:
             self._check()
         self._compares_buffers = False
 
     def on_train_end(self) -> None:
         """Compare the replicas after the last epoch."""
+        if self._batches > 1 and self.run.model is not None:
+            require_reduced(self.run.model)  # no forward of DDP follows, which would say so
         self._check()
 
     def _check(self) -> None:

@@ -93,7 +93,7 @@ class CommHook:
             if not isinstance(bucket, dist.GradBucket):
                 # DDP calls it from Python then, with a gradient and its parameter, and drops what it returns.
                 raise TypeError(_NO_BUCKET)
-            factor = self._factor()
+            factor = self._factor(is_last_bucket=bucket.is_last())
             if hook is None:
                 assert factor is not None
                 return scaled_sum(group, bucket, factor)
@@ -108,14 +108,14 @@ class CommHook:
         model.register_comm_hook(None, reduce_bucket)
         return True
 
-    def _factor(self) -> float | None:
+    def _factor(self, *, is_last_bucket: bool) -> float | None:
         """Return what a bucket is multiplied by; None under the plain mean, whose buckets stay as they are.
 
         If the loss behind the bucket was not weighed, zero the bucket, and have the backward raise at its end.
         """
         if self.window is None:
             return None
-        factor = self.window.factor()
+        factor = self.window.factor(is_last_bucket=is_last_bucket)
         if factor is None:
             # An exception here would end the process. It must come out of the backward, behind the end of DDP's
             # reduction: else DDP's next forward fails an assertion of its own.

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gradavg._lightning.internals import scale_each
+from lightning_gradavg._lightning.internals import require_reduced, scale_each
 from lightning_gradavg._support.flat import local_part
 from lightning_gradavg.reduction.average import sum_gradients_over_ranks
 
@@ -81,7 +82,7 @@ class Gradients(Protocol):
         Args:
             parameters: Those of the window.
             factor: What the sum of all ranks' gradients is multiplied by.
-            in_hook: Whether DDP's hook has reduced in the window.
+            in_hook: Whether DDP's hook has reduced all its buckets in the window.
         """
 
     def reduce_unfrozen(self, factor: float) -> None:
@@ -173,6 +174,7 @@ class ReplicatedGradients(KeepsApart):
     def __init__(self, model: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
         """Serve a wrapped model; a `group` of None is this rank alone."""
         super().__init__()
+        self._model = weakref.ref(model)  # weak: DDP holds its hook, and the hook leads here
         self._parameters = list(model.module.parameters())
         self._group = group
         ignored = set(ignored_parameters(model))
@@ -194,11 +196,13 @@ class ReplicatedGradients(KeepsApart):
 
     def reduce(self, parameters: Sequence[nn.Parameter], factor: float, *, in_hook: bool) -> None:  # noqa: ARG002  # all
         """Sum what DDP does not know; raise a RuntimeError if DDP has not reduced the rest. A collective operation."""
-        has_gradient = [parameter.grad is not None for parameter in self._in_buckets if parameter.requires_grad]
-        # Where some have no gradient, DDP still waits for them. It says so in its next forward, in better words.
-        if not in_hook and has_gradient and all(has_gradient):
+        if not in_hook:
+            model = self._model()
+            if model is not None:
+                require_reduced(model)
             # Gradients would stay those of each rank, without a word, as with stock DDP.
-            raise RuntimeError(f"DDP reduced nothing in this backward: {DDP_REDUCES}")
+            if any(parameter.grad is not None for parameter in self._in_buckets if parameter.requires_grad):
+                raise RuntimeError(f"DDP reduced nothing in this backward: {DDP_REDUCES}")
         self.reduce_unfrozen(factor)
 
     def reduce_unfrozen(self, factor: float) -> None:

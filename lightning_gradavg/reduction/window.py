@@ -175,7 +175,8 @@ class _Contents:
     exchange: RowExchange | None = None  # once the last micro-batch is known
     rows: list[Row] | None = None  # of all ranks, once they are read
     outcome: _Outcome | None = None  # of these rows: several buckets, and the end of the window, ask for it
-    has_reduced_in_hook: bool = False
+    has_begun_in_hook: bool = False  # whether DDP's hook has reduced a bucket
+    has_reduced_in_hook: bool = False  # whether it has reduced the last one
 
 
 class _Mark(NamedTuple):
@@ -408,15 +409,20 @@ class Window:
         self._backward = Backward(is_last_of_step, is_in_last_step)
         self._gradients.begin_backward(contents.parameters, self._backward)
 
-    def factor(self) -> float | None:
+    def factor(self, *, is_last_bucket: bool = True) -> float | None:
         """Return what a bucket is multiplied by, None if the backward is of no weighed loss. It never raises.
 
         DDP's hook calls it for each bucket that it reduces, and so in the window's last backward. The window notes that
         it did. The first call waits for the rows of all ranks.
+
+        Args:
+            is_last_bucket: Whether DDP has reduced all others.
         """
         if self.state != WindowState.BACKWARD:
             return None
-        self._contents.has_reduced_in_hook = True
+        self._contents.has_begun_in_hook = True
+        if is_last_bucket:
+            self._contents.has_reduced_in_hook = True
         if self._contents.exchange is None:
             return 0.0  # `end_backward` raises
         outcome = self._outcome()
@@ -529,7 +535,7 @@ class Window:
     def end_backward(self) -> None:
         """End a backward that did not raise."""
         contents = self._contents
-        if contents.has_reduced_in_hook and not contents.has_ended:
+        if contents.has_begun_in_hook and not contents.has_ended:
             self.abandon()
             raise RuntimeError(_REDUCED_EARLY)
         self._gradients.end_backward(self._backward)
