@@ -934,7 +934,6 @@ ALSO_SHOWN_BY_OTHERS = (
     "shards, AdamW, one cycle",
     "shards, contrastive, gathered",
     "weighted shards on four ranks, dropout",
-    "weighted shards, mixed precision",
     "mean of means: shards under `mean`, on four ranks",
     "multiple: shards on four ranks",
     "non-decomposable loss: shards, contrastive",

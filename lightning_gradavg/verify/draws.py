@@ -8,7 +8,7 @@ noise of a weight, belongs to no sample: it is comparable if all ranks drew the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_gradavg._lightning.internals import TorchDispatchMode
-from lightning_gradavg._support.tree import leaves, mapped
+from lightning_gradavg._support.tree import mapped
 from lightning_gradavg.verify.lines import running_line
 from lightning_gradavg.verify.records import DrawnNumbers
 
@@ -98,7 +98,10 @@ class Draws(TorchDispatchMode):
             self.problem = f"an operator draws what it does not return ({operator}){_drawn_in(line)}"
             return result
         position = len(self.drawn)
-        self.drawn.append(DrawnNumbers(operator, _compact(result.detach())))
+        numbers_of_result = result.new_empty(0)
+        if not self.parts:  # what draws again only counts its draws
+            numbers_of_result = _compact(result.detach())
+        self.drawn.append(DrawnNumbers(operator, numbers_of_result))
         if not self.parts or self.problem:
             return result
         numbers = []
@@ -167,7 +170,7 @@ def _widened(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[st
     """
     if kwargs.get("dtype") in _LOW_TYPES:
         kwargs["dtype"] = torch.float64
-    types = {leaf.dtype for _, leaf in leaves(args) if isinstance(leaf, Tensor)}
+    types = {tensor.dtype for tensor in _tensors_in(args)}
     if types.isdisjoint(_LOW_TYPES) or func.is_view:
         return args, kwargs
     if func is torch.ops.aten.new_empty.default:
@@ -182,6 +185,15 @@ def _widened(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[st
 def _writes_in_place(func: Any) -> bool:
     """Return whether an operator writes to its first argument, by torch's rule for names, as in `aten.add_`."""
     return str(func.overloadpacket).endswith("_")
+
+
+def _tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
+    """Yield the tensors among the arguments of an operator. Other nested values than lists do not occur there."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)
 
 
 def _as_float64(leaf: Any) -> Any:
