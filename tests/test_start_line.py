@@ -21,6 +21,7 @@ from lightning_gradavg.verify.report import Baseline
 README = " ".join((Path(__file__).resolve().parent.parent / "README.md").read_text("utf-8").split())
 
 SAMPLES = "the samples of each step (split_batches=True keeps them)"
+SHUFFLED = "the samples of each step, if Lightning's DistributedSampler shuffles them (split_batches=True keeps them)"
 ORDER = "the shuffled order, if anything else draws on the CPU (a loader with generator= keeps it)"
 DROPOUT, ANY = "dropout and other random numbers", "random numbers, if any are drawn"
 BY_RANK = ", each rank's own (equivalent_to='data_parallel' with num_replicas= fixes them)"
@@ -70,12 +71,13 @@ class Row(NamedTuple):
 # fmt: off
 ROWS: dict[str, Row] = {
     "no option": Row({}, f"one process with batch 16{EQUAL_TERMS}", TWICE, (SAMPLES, f"{ANY}{BY_RANK}")),
-    "no option, one process": Row({}, "one process with batch 8", "", (), ranks=1, shuffles=True, module=DROPPING),
+    "no option, one process": Row(
+        {}, "one process with batch 8", "", (SHUFFLED,), ranks=1, shuffles=True, module=DROPPING),
     "no option, short windows": Row(
         {}, f"one process with batch 32{ONE_STEP}{EQUAL_TERMS}", TWICE_IN_WINDOWS, (SAMPLES, f"{ANY}{BY_RANK}"),
         (DIVIDED,), window=2),
     "no option, short windows, one process": Row(
-        {}, f"one process with batch 16{ONE_STEP}{EQUAL_TERMS}", "", (), (DIVIDED,),
+        {}, f"one process with batch 16{ONE_STEP}{EQUAL_TERMS}", "", (SHUFFLED,), (DIVIDED,),
         ranks=1, window=2),
     "weighted_mean": Row(
         WEIGHTED, f"one process with batch 16{WEIGHED}", TWICE, (SAMPLES, f"{DROPOUT}{BY_RANK}"), shuffles=True,
@@ -89,7 +91,7 @@ ROWS: dict[str, Row] = {
     "sum": Row({"reduction": "sum"}, f"one process with batch 16{SUM}", TWICE, (SAMPLES, f"{ANY}{BY_RANK}")),
     "normalized_sum": Row(
         {"reduction": "normalized_sum"}, 'one process with batch 8 that divides its loss, a sum, by its "weight"', "",
-        (), ranks=1),
+        (SHUFFLED,), ranks=1),
     "a vote of each node": Row({"reduction": "mean_of_node_means"}, "", TWICE, (SAMPLES, f"{ANY}{BY_RANK}")),
     "a batch of unknown size": Row(
         {}, f"one process that takes the samples of all ranks in one step{EQUAL_TERMS}", "",

@@ -178,9 +178,12 @@ def _differences(facts: StartFacts) -> str:
 def _samples(facts: StartFacts) -> str:
     if facts.draws_order:
         return "the shuffled order, if anything else draws on the CPU (a loader with generator= keeps it)"
-    if facts.ranks > 1 and not facts.splits:
+    if facts.splits:
+        return ""
+    if facts.ranks > 1:
         return "the samples of each step (split_batches=True keeps them)"
-    return ""
+    # Lightning gives every DDP strategy the sampler, of one process too, and has it shuffle an unshuffled train loader.
+    return "the samples of each step, if Lightning's DistributedSampler shuffles them (split_batches=True keeps them)"
 
 
 def _random_numbers(facts: StartFacts) -> str:
