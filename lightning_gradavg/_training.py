@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gradavg._lightning.arrival import Arrival
+from lightning_gradavg._lightning.internals import require_reduced
 from lightning_gradavg._lightning.launch import Registered, require_one_run
 from lightning_gradavg._lightning.part import Part, Run
 from lightning_gradavg._support.collectives import World
@@ -209,10 +210,16 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
     def _end_batch(self, batch: object) -> None:
         """End a batch: `Arrival` calls this. Raise a RuntimeError if it is None, on one of several ranks.
 
-        Of a batch that is None, Lightning calls no other hook.
+        Of a batch that is None, Lightning calls no other hook. Raise DDP's own error, too, if it waits for gradients
+        after the last batch of an epoch.
         """
         self._phase = _Phase.BETWEEN_BATCHES
         world = self._run.world
+        loop = self._run.loop
+        # DDP raises in its next forward, before which come other exchanges: other ranks would wait in a bucket. Not
+        # after the first batch of all: DDP would make its buckets earlier than in stock.
+        if self._run.model is not None and loop.is_on_last_batch and loop.total_ready > 1:
+            require_reduced(self._run.model)
         # Where `training_step` fetches its batches itself, Lightning may have none.
         if batch is None and world.size > 1 and not self._batches.fetches_within:
             raise RuntimeError(

@@ -38,6 +38,7 @@ class OfOneRank(KeepsApart):
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__()
         self._parameters = parameters
+        self.in_hook: bool | None = None  # what the last reduction was told
 
     def parameters(self) -> Sequence[nn.Parameter]:
         return self._parameters
@@ -46,6 +47,7 @@ class OfOneRank(KeepsApart):
         return self._parameters
 
     def reduce(self, parameters: Sequence[nn.Parameter], factor: float, *, in_hook: bool) -> None:
+        self.in_hook = in_hook
         if factor == 0:
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
@@ -393,6 +395,22 @@ def test_a_bucket_of_a_backward_that_was_not_weighed():
     with pytest.raises(RuntimeError, match=r"DDP reduced the gradients in a backward within no_sync\(\)"):
         loop.window.end_backward()
     assert loop.window.is_empty
+
+
+@pytest.mark.parametrize(
+    ("buckets", "in_hook"),
+    [([], False), ([False], False), ([False, True], True)],
+)
+def test_a_window_is_reduced_in_the_hook_with_the_last_bucket(buckets, in_hook):
+    """DDP waits for a parameter without a gradient, in the bucket that it is in."""
+    loop = Loop()
+    loop.window.add(MicroBatch(1), ends=True)
+    loop.window.begin_backward()
+    for is_last in buckets:
+        loop.window.factor(is_last_bucket=is_last)
+    loop.window.end_backward()
+    loop.window.reduce()
+    assert loop.window._gradients.in_hook is in_hook
 
 
 def row(*, agreement: float = 7.0, normalizer: float = 1.0, problems: float = 0.0, weights: float = 5.0) -> Row:

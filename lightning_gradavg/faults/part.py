@@ -178,8 +178,6 @@ class Faults(Part):
 
     def on_train_end(self) -> None:
         """Compare the replicas after the last epoch."""
-        if self._batches > 1 and self.run.model is not None:
-            require_reduced(self.run.model)  # no forward of DDP follows, which would say so
         self._check()
 
     def _check(self) -> None:

@@ -16,7 +16,6 @@ from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_gradavg._lightning.internals import require_reduced
 from lightning_gradavg._lightning.part import Part, Run
 from lightning_gradavg._support.collectives import World
 from lightning_gradavg._support.running import OF_A_LOOP, Forward, running, running_forward
@@ -201,22 +200,10 @@ class Reduction(Part):
             self._hook.window = self._window
             self._make_exchanging_group()
         if self._window is None:
-            self._window = PlainMean(partial(self._reduce_plain_mean, gradients))
+            self._window = PlainMean(partial(gradients.reduce_unfrozen, 1 / run.world.size))
         # The tree reduces after backwards in which DDP reduces nothing.
         if run.model is not None and self._make_tree is None and not self._is_hooked:
             self._is_hooked = self._hook.register(run.model)
-
-    def _reduce_plain_mean(self, gradients: Gradients) -> None:
-        """Reduce what DDP does not know, after the last backward of a window; raise if DDP has not reduced the rest.
-
-        A collective operation.
-        """
-        # The next forward of DDP asks the same, as in stock. After the last batch of an epoch, other exchanges come
-        # before it. After the first batch of all, DDP would make its buckets earlier than in stock.
-        loop = self.run.loop
-        if self.run.model is not None and not self.is_manual and loop.is_on_last_batch and loop.total_ready > 1:
-            require_reduced(self.run.model)
-        gradients.reduce_unfrozen(1 / self.run.world.size)
 
     def _make_exchanging_group(self) -> None:
         """Make the process group of what ranks exchange within a step, unless an earlier run has. Collective.
