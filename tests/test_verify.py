@@ -274,6 +274,8 @@ def test_the_pages_say_what_the_code_knows(capsys):
     """`--explain` prints what a cause means, docs/verify.md counts the runs."""
     assert 0 == main(["verify", "--explain", "sum loss"])
     assert explanation("sum loss") in capsys.readouterr().out
+    assert 0 == main(["verify", "--explain", "non-decomposable-loss"])
+    assert explanation("non-decomposable loss") in capsys.readouterr().out
     assert all(cause.plain in explanation(name) for name, cause in CAUSES.items())
     page, counts = (ROOT / "docs" / "verify.md").read_text("utf-8"), Counter(run.verdict for run in RUNS.values())
     for text in (f"{len(RUNS)} runs", f"{counts['different']} planted faults", f"{counts['equal']} healthy set-ups"):
@@ -290,6 +292,10 @@ def test_the_pages_say_what_the_code_knows(capsys):
         (
             ["torch.nn:Linear", "--trainer", "max_epoch=3"],
             "max_epoch=3 is not an option of the Trainer. Did you mean 'max_epochs'\\?",
+        ),
+        (
+            ["torch.nn:Linear", "--trainer", "acumulate=3"],
+            "acumulate=3 is not an option of the Trainer. Did you mean 'accumulate_grad_batches'\\?",
         ),
         (
             ["torch.nn:Linear", "--init", "lr"],

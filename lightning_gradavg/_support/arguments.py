@@ -130,10 +130,13 @@ def refuse_unknown(owner: str, options: Mapping[str, object], known: Sequence[st
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
     """Return " Did you mean 'mean'?" with the known name nearest to a wrong one; "" if none is near."""
-    matches = get_close_matches(str(given), list(known), 1)
-    if not matches:
-        return ""
-    return f" Did you mean {matches[0]!r}?"
+    text = str(given)
+    names = list(known)
+    # The second is for who wrote the beginning of a long name.
+    for of_compared in ({name: name for name in names}, {name[: len(text)]: name for name in names}):
+        for match in get_close_matches(text, list(of_compared), 1):
+            return f" Did you mean {of_compared[match]!r}?"
+    return ""
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -74,11 +74,18 @@ def _parser() -> argparse.ArgumentParser:
     settings.add_argument("--json", action="store_true", help="print the report as JSON")
     settings.add_argument(
         "--explain",
+        type=_cause,
         choices=tuple(CAUSES),
         metavar="CAUSE",
         help="print only what a cause means, and what to do about it",
     )
     return parser
+
+
+def _cause(text: str) -> str:
+    """Return the name of a cause, in which hyphens may stand for spaces."""
+    names = {name.replace("-", " "): name for name in CAUSES}
+    return names.get(text.replace("-", " "), text)
 
 
 def _assignment(text: str) -> tuple[str, Any]:
