@@ -90,6 +90,7 @@ from verified_runs import (
     load_two,
     log_mean,
     log_nan_of_rank_1,
+    log_own,
     log_rising_on_rank_0,
     log_sum_over_ranks,
     loss_and_temperature,
@@ -405,6 +406,15 @@ EQUAL = {
     "noise of a hook that transfers batches": Run(hooks={"on_after_batch_transfer": add_noise_to_batch}),
     "seeded noise of gradients": Run(hooks={"on_before_optimizer_step": add_seeded_noise_to_gradients}),
     "Langevin steps by a generator with a seed": Run(optimizer=make_seeded_langevin),
+    # Logged values.
+    "a value that each rank logs for itself": make_sampled_run(
+        step=log_own, says=["note: a logged value differs", "`loss` is another on each rank", "logged values      note"]
+    ),
+    "a value that is logged within a window": make_sampled_run(
+        step=log_mean,
+        window=2,
+        says=["`loss` is that of a micro-batch, and is not compared", "logged values      note"],
+    ),
     # Types.
     "a weight of float32 numbers": Run(
         step=make_weighted_step(mean_loss_of_weighted_classes, weigh_by_class), loader=UNEVEN, strategy=WEIGHTED_MEAN

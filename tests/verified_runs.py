@@ -544,6 +544,12 @@ def log_mean(module: Any, batch: Any) -> Tensor:
     return loss
 
 
+def log_own(module: Any, batch: Any) -> Tensor:
+    loss = mean_loss(module, batch)
+    module.log("loss", loss)
+    return loss
+
+
 def log_nan_of_rank_1(module: Any, batch: Any) -> Tensor:
     """Log, beside the loss, a mean of nothing on rank 1: NaN on all ranks."""
     values = torch.ones(1 - rank())

@@ -123,7 +123,7 @@ class _Judge:
         samples = compare_readings(self._records, alone.reading)
         findings += samples.findings
         remarks += samples.remarks
-        if "logged values" in stages:
+        if "logged values" in stages and equal_steps > 0:
             findings += self._logged_differences(alone, equal_steps)
         finite_stages = stages_with_numbers(self._records[0].steps[:steps])
         for stage in STAGES:
@@ -131,6 +131,8 @@ class _Judge:
                 gaps.setdefault(stage, "none")
             if stage not in finite_stages and stage in stages and stage in _WITH_NUMBERS:
                 remarks.append(f"no {stage} of the compared steps is finite")
+        if equal_steps == 0:
+            gaps.setdefault("logged values", "not compared")
         return Report(
             strategy=self._facts.strategy,
             reduction=self._facts.rule.name,
@@ -226,21 +228,30 @@ class _Judge:
     def _logged_differences(self, alone: Record, compared_steps: int) -> list[Finding]:
         """Return the first value that all ranks logged alike, as with `sync_dist`, and that differs.
 
-        A value that ranks log differently is that of each, which one process does not have.
+        A value that ranks log differently is that of each, and one within a window that of its last micro-batch. One
+        process does not have these, so they are noted.
         """
+        notes: list[Finding] = []
         for position, step in enumerate(alone.steps[:compared_steps]):
             first, *others = [record.steps[position].logged for record in self._records]
             found = {}
             expected = {}
             for name, value in first.items():
-                if name in step.logged and all(_is_alike(logged.get(name), value) for logged in others):
+                detail = ""
+                if not all(_is_alike(logged.get(name), value) for logged in others):
+                    detail = f"`{name}` is another on each rank, and is not compared: log it with sync_dist=True"
+                elif len(self._records[0].steps[position].batches) > 1:
+                    detail = f"`{name}` is that of a micro-batch, and is not compared: verify without accumulation"
+                if detail:
+                    notes = notes or [Finding("logged value", "logged values", detail, position, note=True)]
+                elif name in step.logged:
                     found[name] = value
                     expected[name] = step.logged[name]
             differences = compare_tensors(found, expected, 10 * self._tolerance)
             if differences:
                 detail = f"`{differences[0].name}` was logged by all ranks; the training is the same"
                 return [Finding("logged value", "logged values", detail, position, differences[0])]
-        return []
+        return notes
 
 
 def _is_alike(value: Tensor | None, expected: Tensor) -> bool:

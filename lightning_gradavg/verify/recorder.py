@@ -291,8 +291,6 @@ class Recorder(Callback):
                 yield name, buffer
 
     def _logged_values(self) -> Tensors:
-        if len(self._window) > 1:
-            return {}  # a value is that of one micro-batch, which one process does not have
         return {name: sketch(value) for name, value in self.trainer.callback_metrics.items() if value.numel() == 1}
 
     def on_train_end(self, *_: object) -> None:
