@@ -169,7 +169,7 @@ def test_verify_names_the_same_run_and_steps() -> None:
             continue
         run, _, steps = str(Baseline(global_batch_of(row) or 0, row.size or 0, row.window)).partition(".")
         assert row.equals.startswith(run)
-        assert row.steps == steps.strip().removesuffix(": see which_run.")
+        assert row.steps == steps.strip().removesuffix(": see docs/which_run.md.")
 
 
 def test_the_readme_says_the_same() -> None:

@@ -254,10 +254,11 @@ def test_a_report_has_a_verdict_and_says_what_was_compared(shown, verdict, head,
         (Baseline(8, 8), "one process with batch 8."),
         (
             Baseline(12, 6),
-            "one process with batch 12. Your loader's batch is 6, so one process takes twice as many steps: see which",
+            "one process with batch 12. Your loader's batch is 6, so one process takes twice as many steps: see docs/w",
         ),
         (Baseline(24, 2, 3), "is 2, and 3 of them are accumulated, so one process takes 4 times as many steps"),
         (Baseline(11, 4), "is 4, so one process takes another number of steps"),
+        (Baseline(24, 8, 3, 2), "one process with batch 24 in 6 chunks."),
     ],
 )
 def test_the_first_line_names_the_run_on_one_process(baseline, said):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 
@@ -16,7 +17,7 @@ from lightning_gradavg._lightning.internals import BatchNorm
 from lightning_gradavg._support.text import plural
 from lightning_gradavg.rules import RULES, Rule, explained
 
-__all__ = ["StartFacts", "drops_out", "normalizes_by_rank", "start_line"]
+__all__ = ["Baseline", "StartFacts", "drops_out", "normalizes_by_rank", "start_line"]
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -66,10 +67,11 @@ class StartFacts:
 
 def start_line(facts: StartFacts, remarks: Sequence[str] = ()) -> str:
     """Return the line, with the remarks of the strategy's parts, each a sentence, before the formula."""
+    steps = _number_of_steps(facts.global_batch, facts.loader_batch, facts.window)
     sentences = [
         f"{facts.strategy}: {facts.place}, {_batch(facts)}.",
         _run_that_it_equals(facts),
-        _number_of_steps(facts),
+        steps and f"{steps}.",
         _differences(facts),
         _window(facts),
         *remarks,
@@ -142,25 +144,53 @@ def _condition(facts: StartFacts) -> str:
     return " if its loss is a sum"
 
 
-def _number_of_steps(facts: StartFacts) -> str:
-    """Return how many steps one process takes with the user's loader, if it is another number.
+def _number_of_steps(global_batch: int | None, loader_batch: int | None, window: int) -> str:
+    """Return how many steps one process takes with the user's loader; "" if as many, or if it is not known.
 
-    In the words of `gradavg verify` (`verify.report.Baseline`).
+    The first line of `gradavg verify` says the same (`Baseline`).
     """
-    if facts.global_batch is None or facts.loader_batch is None:
+    if not global_batch or not loader_batch:
         return ""
-    times, rest = divmod(facts.global_batch, facts.loader_batch * facts.window)
+    times, rest = divmod(global_batch, loader_batch * window)
     if (times, rest) == (1, 0):
         return ""
-    own = f"Your loader's batch is {facts.loader_batch}"
-    if facts.window > 1:
-        own += f", and {facts.window} of them are accumulated"
+    own = f"Your loader's batch is {loader_batch}"
+    if window > 1:
+        own += f", and {window} of them are accumulated"
     how_many = "another number of steps"
     if rest == 0:
         how_many = f"{times} times as many steps"
         if times == 2:  # noqa: PLR2004  # in words
             how_many = "twice as many steps"
-    return f"{own}, so one process takes {how_many}."
+    return f"{own}, so one process takes {how_many}"
+
+
+class Baseline(NamedTuple):
+    """The run on one process that `gradavg verify` compares with, beside that of the user's loader.
+
+    Attributes:
+        batch: The samples of all ranks in the first step, which one process takes as one batch.
+        loader_batch: Those of a batch of the user's loader on one process; 0 if it is not known.
+        window: The batches that the Trainer accumulates.
+        replicas: The chunks of a loader batch, as of `nn.DataParallel`; None if it is not cut.
+    """
+
+    batch: int = 0
+    loader_batch: int = 0
+    window: int = 1
+    replicas: int | None = None
+
+    def __str__(self) -> str:
+        """Return the run in words, as in "one process with batch 12. Your loader's batch is 6, so ..."."""
+        if self.batch == 0:
+            return "one process."
+        text = f"one process with batch {self.batch}."
+        if self.replicas is not None:
+            text = f"{text[:-1]} in {plural(self.replicas * self.window, 'chunk')}."
+        steps = _number_of_steps(self.batch, self.loader_batch, self.window)
+        if steps:
+            text = f"{text} {steps}: see docs/which_run.md."
+        return text
 
 
 def _differences(facts: StartFacts) -> str:

@@ -149,7 +149,7 @@ class _Judge:
     def _baseline(self, alone: Record) -> Baseline:
         """Return which run on one process the ranks are compared with, beside that of the user's loader."""
         batch = sum(taken.rank_batch.size for taken in self._twin.group_of_step(0))
-        return Baseline(batch, alone.reading.batch_size, self._facts.accumulation)
+        return Baseline(batch, alone.reading.batch_size, self._facts.accumulation, self._facts.replicas)
 
     def _first_difference(self, alone: Record, stages: Sequence[str]) -> Seen | None:
         """Return the first difference in training to a run on one process, of stages that can be compared."""

@@ -13,9 +13,10 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_gradavg._support.tree import mapped
+from lightning_gradavg.report.start_line import Baseline
 from lightning_gradavg.verify.causes import CAUSES
 from lightning_gradavg.verify.sketches import Difference
 
@@ -93,39 +94,6 @@ class Finding:
         lines.append(f"Do: {cause.advice}.")
         lines.append(textwrap.indent(cause.code, "  "))
         return "\n".join(lines).rstrip()
-
-
-class Baseline(NamedTuple):
-    """The run on one process that the ranks are compared with, beside that of the user's loader.
-
-    Attributes:
-        batch: The samples of all ranks in the first step, which one process takes as one batch.
-        loader_batch: Those of a batch of the user's loader on one process; 0 if it is not known.
-        window: The batches that the Trainer accumulates.
-    """
-
-    batch: int = 0
-    loader_batch: int = 0
-    window: int = 1
-
-    def __str__(self) -> str:
-        """Return the run in words, as in "one process with batch 12. Your loader's batch is 6, so ..."."""
-        if self.batch == 0:
-            return "one process."
-        text = f"one process with batch {self.batch}."
-        batch_of_user = self.loader_batch * self.window
-        if batch_of_user in (0, self.batch):
-            return text
-        own = f"Your loader's batch is {self.loader_batch}"
-        if self.window > 1:
-            own += f", and {self.window} of them are accumulated"
-        times, rest = divmod(self.batch, batch_of_user)
-        how_many = f"{times} times as many steps"
-        if rest > 0:
-            how_many = "another number of steps"
-        elif times == 2:  # noqa: PLR2004  # in words
-            how_many = "twice as many steps"
-        return f"{text} {own}, so one process takes {how_many}: see which_run."
 
 
 UNKNOWN_BASELINE = Baseline()
