@@ -61,6 +61,7 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         self._guard: BypassGuard | None = None
         self._output_hooks: list[RemovableHandle] = []  # of the outermost sharded modules
         self._plain_options = {"reduction": rule.name}
+        self._changed_options = {**options, "reduction": reduction}
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -107,6 +108,7 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
             rule=self._reduction.rule,
             accumulation=self._run.loop.accumulation,
             samples=self._batches.samples,
+            given=self._changed_options,
         )
 
     @override

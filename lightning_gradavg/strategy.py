@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from lightning_gradavg._lightning.launch import plain, require_launch
 from lightning_gradavg._lightning.loaders import loader_batch_size
-from lightning_gradavg._lightning.options import Options, StrategyFacts, options_of_ddp
+from lightning_gradavg._lightning.options import Options, StrategyFacts, in_code, options_of_ddp, strategy_in_code
 from lightning_gradavg._lightning.part import Part, Saved
 from lightning_gradavg._support.arguments import by_keyword
 from lightning_gradavg._support.collectives import World
@@ -195,6 +195,11 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         given: dict[str, Any] = {**locals(), **ddp_options}
         options = Options.of(given)
         self._ddp_given = options_of_ddp(ddp_options)
+        parameters = inspect.signature(GradAvgStrategy).parameters
+        # Without defaults: command lines give every option.
+        own_options = {name: value for name, value in self._given.items() if name in parameters}
+        changed = {name: value for name, value in own_options.items() if value != parameters[name].default}
+        self._changed_options = {**changed, **self._ddp_given}
         if gradient_as_bucket_view is None:
             # DDP divides by W where a gradient is a view, and multiplies by 1/W where it is not: other bits.
             gradient_as_bucket_view = options.rule != RULES["mean"] and not reproducible
@@ -276,12 +281,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         self._evaluating: tuple[Part, ...] = (self._replicas, self._evaluation, self._faults)
 
     def __repr__(self) -> str:
-        parameters = inspect.signature(GradAvgStrategy).parameters
-        # Without defaults: command lines give every option.
-        own_options = {name: value for name, value in self._given.items() if name in parameters}
-        changed = {name: value for name, value in own_options.items() if value != parameters[name].default}
-        changed.update(self._ddp_given)
-        options = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+        options = ", ".join(f"{name}={value!r}" for name, value in self._changed_options.items())
         # A Trainer of pytorch_lightning and Fabric quote a strategy by its repr when they refuse it.
         return (
             f"{type(self).__name__}({options}) [not for pytorch_lightning.Trainer: import Trainer from"
@@ -334,6 +334,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             replicated=options.replicated,
             scales_rates=self._rates.scales,
             samples=self._batches.samples,
+            given=self._changed_options,
         )
 
     def fingerprint(self) -> str:
@@ -616,3 +617,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         self._rates.end_failed_steps()
         self._evaluation.explain(exception)
         super().on_exception(exception)
+        if "`find_unused_parameters=True`" in str(exception):
+            # DDP says that it has this option, and not where it stands beside the user's.
+            options = {**in_code(self._changed_options), "find_unused_parameters": "True"}
+            exception.args = (f"{exception}\nHere it is strategy={strategy_in_code(options)}.",)

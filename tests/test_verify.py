@@ -23,9 +23,11 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningR
 from lightning.pytorch.strategies import ModelParallelStrategy
 from test_ranks_verify import RUNS
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from toys import MLP
 
 from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy
+from lightning_gradavg._lightning.options import in_code
 from lightning_gradavg.cli import main
 from lightning_gradavg.cli.lightning import read_names
 from lightning_gradavg.verify.causes import CAUSES, explanation
@@ -269,6 +271,38 @@ def test_the_first_line_names_the_run_on_one_process(baseline, said):
 def test_a_difference_is_named_with_its_stage_its_parameter_and_its_factor():
     _, line, *_ = str(report(DEFECT)).splitlines()
     assert line.startswith("From step 0 on, in the reduced gradient of `w`, 2 x that of one process: the loss is a sum")
+
+
+ONE_DEVICE = {"equivalent_to": '"single_device"'}
+
+
+@pytest.mark.parametrize(
+    ("cause", "options", "changed"),
+    [
+        ("mean of means", {}, 'GradAvgStrategy(reduction="weighted_mean")'),
+        ("sum loss", ONE_DEVICE, 'GradAvgStrategy(equivalent_to="single_device", reduction="sum")'),
+        ("counts", {"reduction": '"sum"', "bucket_cap_mb": "1"}, '(reduction="weighted_mean", bucket_cap_mb=1)'),
+        ("short window", {"find_unused_parameters": "True"}, "GradAvgStrategy(find_unused_parameters=True)"),
+    ],
+)
+def test_a_diff_keeps_the_options_of_the_strategy(cause, options, changed):
+    """There is one, that of the first finding: two would contradict each other."""
+    findings = [replace(DEFECT, cause=cause), Finding("padding", "samples", "x")]
+    text = str(replace(report(*findings), options=options))
+    assert 1 == text.count("+trainer = ")
+    assert f"{changed}, ...)" in text
+
+
+def test_a_strategy_that_weighs_stays_as_it_is():
+    text = str(replace(report(replace(DEFECT, cause="counts")), options=ONE_DEVICE, weighs=True))
+    assert '    +    return {"loss": loss, "weight": n}' in text
+    assert "Trainer(" not in text
+
+
+def test_options_are_written_as_in_a_script():
+    options = {"reduction": "sum", "ddp_comm_hook": fp16_compress_hook, "bucket_cap_mb": 1}
+    expected = {"reduction": '"sum"', "ddp_comm_hook": "fp16_compress_hook", "bucket_cap_mb": "1"}
+    assert expected == in_code(options)
 
 
 def test_the_pages_say_what_the_code_knows(capsys):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -12,7 +12,16 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gradavg._support.arguments import SET_BY_STRATEGIES, as_count_or_none, refuse_unknown
 from lightning_gradavg.rules import Rule, resolve_rule, rule_of_split_batches
 
-__all__ = ["PRESETS", "Options", "StrategyFacts", "options_of_ddp", "refuse_unserved"]
+__all__ = [
+    "PRESETS",
+    "Options",
+    "StrategyFacts",
+    "in_code",
+    "options_of_ddp",
+    "refuse_unserved",
+    "strategy_in_code",
+    "trainer_in_diff",
+]
 
 _DATA_PARALLEL = "data_parallel"
 _SINGLE_DEVICE = "single_device"
@@ -201,6 +210,7 @@ class StrategyFacts:
         replicated: Whether a training step runs once per replica, and gradients of one rank's loss reach another.
         scales_rates: Whether the learning rate follows the global batch.
         samples: Samples of the current micro-batch that count, if the strategy knows; 0 for a stand-in.
+        given: The options that the user gave.
     """
 
     rule: Rule
@@ -210,6 +220,30 @@ class StrategyFacts:
     replicated: bool = False
     scales_rates: bool = False
     samples: float | None = None
+    given: Mapping[str, object] = field(default_factory=dict)
+
+
+def in_code(options: Mapping[str, object]) -> dict[str, str]:
+    """Return options as a script has them; a function by its name."""
+    texts = {}
+    for name, value in options.items():
+        texts[name] = getattr(value, "__name__", repr(value))
+        if isinstance(value, str):
+            texts[name] = f'"{value}"'
+    return texts
+
+
+def strategy_in_code(options: Mapping[str, str]) -> str:
+    """Return how a script makes a strategy with these options, which `in_code` returns."""
+    arguments = [f"{name}={text}" for name, text in options.items()]
+    return f"GradAvgStrategy({', '.join(arguments)})"
+
+
+def trainer_in_diff(options: Mapping[str, str]) -> str:
+    """Return the lines that give a script's Trainer a strategy with these options."""
+    return (
+        f"+from lightning_gradavg import GradAvgStrategy\n+trainer = Trainer(strategy={strategy_in_code(options)}, ...)"
+    )
 
 
 def refuse_unserved(owner: str, own: Sequence[str], options: Mapping[str, object], *engines: type) -> None:

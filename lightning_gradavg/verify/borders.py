@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_gradavg._lightning.loaders import user_loader
-from lightning_gradavg._lightning.options import StrategyFacts
+from lightning_gradavg._lightning.options import StrategyFacts, in_code
 from lightning_gradavg.batches.chunks import Pieces
 from lightning_gradavg.batches.cut import CutDataset, StreamCollator
 from lightning_gradavg.rules import RULES
@@ -25,11 +25,12 @@ __all__ = [
 ]
 
 
-def _strategy_facts(trainer: Trainer) -> StrategyFacts:
+def _strategy_facts(strategy: Any) -> StrategyFacts:
     """Return what a strategy of this package says of the run; of any other what holds of stock DDP."""
-    strategy: Any = trainer.strategy
     if not hasattr(strategy, "facts"):
-        return StrategyFacts(RULES["mean"])
+        # Of DDP's options the one without which a run fails.
+        needed = {"find_unused_parameters": True} if getattr(strategy.model, "find_unused_parameters", False) else {}
+        return StrategyFacts(RULES["mean"], given=needed)
     facts: StrategyFacts = strategy.facts()
     return facts
 
@@ -38,7 +39,7 @@ def facts_of(trainer: Trainer) -> RunFacts:
     """Return how a run is set up, or raise `Refused` if one process cannot be set up so."""
     strategy = trainer.strategy
     name = type(strategy).__name__
-    facts = _strategy_facts(trainer)
+    facts = _strategy_facts(strategy)
     if isinstance(strategy, ModelParallelStrategy) and strategy.device_mesh["tensor_parallel"].size() > 1:
         raise Refused(
             f"{name} has tensor parallelism, by which several ranks compute one loss: verify the run with"
@@ -61,12 +62,13 @@ def facts_of(trainer: Trainer) -> RunFacts:
         accumulation=trainer.accumulate_grad_batches,
         automatic=trainer.lightning_module.automatic_optimization,
         epoch_batches=float(trainer.num_training_batches),
+        given=in_code(facts.given),
     )
 
 
 def counts_samples(trainer: Trainer) -> bool:
     """Return whether the samples of the running batch count: not if the strategy only keeps the rank busy."""
-    return _strategy_facts(trainer).samples != 0
+    return _strategy_facts(trainer.strategy).samples != 0
 
 
 def loader_of_user(trainer: Trainer) -> Any:

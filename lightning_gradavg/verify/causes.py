@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import yaml
 
+from lightning_gradavg._lightning.options import trainer_in_diff
+
 __all__ = ["CAUSES", "Cause", "explanation"]
 
 
@@ -19,6 +21,18 @@ class Cause(NamedTuple):
     text: str
     advice: str
     code: str = ""
+    strategy: Mapping[str, str] | None = None
+
+    def change(self, given: Mapping[str, str], *, weighs: bool = False) -> str:
+        """Return what to change in a script, as lines of a diff.
+
+        Args:
+            given: The options of the user's strategy, as a script has them. They stay.
+            weighs: Whether that strategy weighs losses by what `training_step` returns.
+        """
+        if self.strategy is None or (weighs and "weighted_mean" in str(self.strategy)):
+            return self.code
+        return self.code + trainer_in_diff({**given, **self.strategy})
 
 
 def _read_causes() -> dict[str, Cause]:
@@ -33,6 +47,7 @@ def explanation(name: str) -> str:
     """Return what `--explain` prints about a cause."""
     cause = CAUSES[name]
     parts = [f"{name}: {cause.plain}.", cause.text.strip(), f"Do: {cause.advice}."]
-    if cause.code:
-        parts.append(textwrap.indent(cause.code, "    "))
+    change = cause.change({})
+    if change:
+        parts.append(textwrap.indent(change, "    "))
     return "\n\n".join(parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import suppress
+from operator import attrgetter
 
 from torch import Tensor
 
@@ -139,11 +140,13 @@ class _Judge:
             world_size=len(self._records),
             steps=steps,
             tolerance=self._tolerance,
-            findings=sorted(findings, key=_is_note),
+            findings=sorted(findings, key=attrgetter("note")),
             remarks=list(dict.fromkeys(remarks)),  # each once
             precision=self._twin.precision,
             baseline=self._baseline(alone),
             gaps=gaps,
+            options=self._facts.given,
+            weighs=self._facts.rule.uses_weight,
         )
 
     def _baseline(self, alone: Record) -> Baseline:
@@ -192,8 +195,10 @@ class _Judge:
         seen = self._first_difference(self._twin.train_in_windows(), tuple(STAGES))
         if seen is None or seen.step > step:
             raise Refused(
-                "one process that accumulates the same micro-batches trains the same, and one that takes them as one"
-                " batch does not: something counts or keeps state for every micro-batch, or compares samples within one"
+                f"up to step {step} the run equals one process that accumulates the same micro-batches, and not one"
+                " that takes them as one batch: something works on every micro-batch by itself, such as global_mean,"
+                " which divides each by its own count, a state that changes with each, or what compares the samples of"
+                " one"
             )
 
     def _differences_between_ranks(self, stages: Sequence[str]) -> list[Finding]:
@@ -273,7 +278,3 @@ def _stages_beside(first: Finding, findings: Sequence[Finding]) -> dict[str, str
 def _place_in_run(finding: Finding) -> tuple[int, bool]:
     # Buffers that differ between the ranks may follow from what differs earlier in the step.
     return finding.step, finding.stage == "buffers"
-
-
-def _is_note(finding: Finding) -> bool:
-    return finding.note

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -129,6 +129,7 @@ class RunFacts:
         accumulation: Loader batches per optimizer step.
         automatic: Whether Lightning optimizes, and not the module.
         epoch_batches: Loader batches in an epoch, on each rank.
+        given: The options that the user gave the strategy, as a script has them.
     """
 
     strategy: str = ""
@@ -140,6 +141,7 @@ class RunFacts:
     accumulation: int = 1
     automatic: bool = True
     epoch_batches: float = math.inf
+    given: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

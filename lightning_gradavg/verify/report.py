@@ -92,8 +92,7 @@ class Finding:
             value = STAGES[self.stage].format(difference.name)
             lines.append(f"{value} {difference.found:.6g} here, {difference.expected:.6g} on one process")
         lines.append(f"Do: {cause.advice}.")
-        lines.append(textwrap.indent(cause.code, "  "))
-        return "\n".join(lines).rstrip()
+        return "\n".join(lines)
 
 
 UNKNOWN_BASELINE = Baseline()
@@ -122,6 +121,8 @@ class Report:
         baseline: Which run on one process this is.
         gaps: The stages that were not compared ("not compared"), of which the run has nothing ("none"), or that differ
             beside the first finding ("differs").
+        options: The options that the strategy was given, as a script has them.
+        weighs: Whether the strategy weighs losses by what `training_step` returns.
     """
 
     strategy: str
@@ -134,6 +135,8 @@ class Report:
     precision: str = "64-true"
     baseline: Baseline = UNKNOWN_BASELINE
     gaps: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)
+    weighs: bool = False
 
     def __bool__(self) -> bool:
         """Return whether the verdict is "equal", so that a test may `assert verify(Net, data)`."""
@@ -206,6 +209,10 @@ class Report:
         lines = self._headlines()
         for finding in self.findings:
             lines.append(textwrap.indent(str(finding), "  "))
+            # Two findings could ask for two strategies that contradict each other.
+            if finding is self.first:
+                change = CAUSES[finding.cause].change(self.options, weighs=self.weighs)
+                lines += textwrap.indent(change, "    ").splitlines()
         for remark in self.remarks:
             lines.append(f"  not shown: {remark}")
         lines.append("")
@@ -240,10 +247,7 @@ class Report:
             if missing:
                 lines.append(f"Not compared: {', '.join(missing)}.")
             return lines
-        lines = [f"EQUAL to {self.baseline}"]
-        if any(finding.cause == "data order" for finding in self.findings):
-            lines.append("It takes the samples that the ranks read, and would read others by itself.")
-        return lines
+        return [f"EQUAL to {self.baseline}"]
 
 
 def _none_if_not_finite(value: Any) -> Any:
