@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from data_parallel import single
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from noted import Act, Order, drawn_numbers, fit, join_ranks
 from ranks import grid, make_trainer
 from torch import Tensor
@@ -39,6 +39,13 @@ def test_gradient_of_a_global_batch(world, world_size, sizes, limit, reduction):
         w -= 0.001 * expected
 
 
+class AsksForSteps(Callback):
+    """Asks for the number of steps before the sanity check, as a warm-up does in `configure_optimizers`."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        assert trainer.estimated_stepping_batches == 10
+
+
 SHUFFLED = [Order("shuffle")]
 SCHEDULE = [GradientAccumulationScheduler({0: 1, 1: 2})]
 TWO = [Order("list", 16), Order("list", 80)]
@@ -53,6 +60,12 @@ OPTIONS: dict[str, tuple[list[Order], dict[str, Any], int]] = {
     "reloaded": (SHUFFLED, {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2, "val_check_interval": 0.5}, 10),
     "epochs of a sampler": ([Order("epochs")], {"max_epochs": 2}, 10),
     "workers": ([Order("persistent workers")], {"max_epochs": 2}, 10),
+    "a sanity check": (SHUFFLED, {"max_epochs": 2, "num_sanity_val_steps": 1}, 10),
+    "a sanity check after the loaders are set up": (
+        SHUFFLED,
+        {"max_epochs": 2, "num_sanity_val_steps": 1, "callbacks": [AsksForSteps()]},
+        10,
+    ),
     "two loaders": ([Order("shuffle"), Order("generator")], {"max_epochs": 1}, 5),
     "half of each of two loaders": (TWO, {"limit_train_batches": 0.5, "max_epochs": 1}, 10),
 }

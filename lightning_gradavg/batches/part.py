@@ -336,9 +336,12 @@ class SplitBatches(Batches):
 
         One stock process draws them, and the order of training, from one state.
         """
-        stage = self.run.trainer.state.stage
+        trainer = self.run.trainer
+        stage = trainer.state.stage
         evaluates = stage is not None and stage.evaluating  # else a user looks at the data, perhaps on one rank
-        if not evaluates or self._progress is None or not self._progress.has_order:
+        # Lightning restores the state of the process after the sanity check (`isolate_rng`). The order's stream has
+        # begun before it if a hook asks for `estimated_stepping_batches`, as a warm-up does.
+        if trainer.sanity_checking or not evaluates or self._progress is None or not self._progress.has_order:
             return nullcontext()
         return self._progress.order.drawing()
 
