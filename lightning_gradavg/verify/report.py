@@ -196,13 +196,15 @@ class Report:
         return statuses
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what `--json` prints: `schema`, `equal`, `verdict`, `stages` and the fields above.
+        """Return what `--json` prints: `schema`, `equal`, `verdict`, `stages` and the fields above that a run shows.
 
         Infinity and NaN are None.
         """
         # `asdict` knows the fields, and not the properties.
         properties = {"schema": SCHEMA, "equal": self.equal, "verdict": self.verdict, "stages": self.stages}
         content = {**properties, **asdict(self), "baseline": self.baseline._asdict()}
+        for name in ("options", "weighs"):  # what the advice is written by
+            del content[name]
         return dict(mapped(content, _none_if_not_finite))
 
     def __str__(self) -> str:
