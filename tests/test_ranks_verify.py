@@ -33,7 +33,9 @@ from verified_runs import (
     FunctionModule,
     MakeLayers,
     MakeLoader,
+    OneNumber,
     ScaledByRank,
+    Similarity,
     Step,
     Texts,
     add_noise_to_batch,
@@ -58,6 +60,7 @@ from verified_runs import (
     clip_norm_of_shards,
     collate_in_random_order,
     compensate_by_hand,
+    contrast_all_rows,
     contrast_on_rank,
     contrast_with_all,
     count_after_batches_on_rank_1,
@@ -517,6 +520,7 @@ DIFFERENT = {
     ),
     "non-decomposable loss: two means of different numbers": Run(step=sum_of_two_means),
     "non-decomposable loss: a variance": Run(step=spread_of_batch),
+    "non-decomposable loss: a variance of one number": Run(OneNumber, spread_of_batch),
     "non-decomposable loss: the hardest samples": Run(step=mean_of_hardest),
     "non-decomposable loss: a clamped mean": Run(step=clamped_mean),
     "non-decomposable loss: contrastive": Run(
@@ -526,6 +530,7 @@ DIFFERENT = {
         f"non-decomposable loss: gathered by {way}": make_sampled_run(step=make_contrastive_step(way))
         for way in DETACHED
     },
+    "non-decomposable loss: a multiple of what is gathered": make_sampled_run(Similarity, contrast_all_rows),
     # Means and sums.
     "non-decomposable loss: global means that are weighed": Run(
         step=global_means, loader=UNEVEN, strategy=WEIGHTED_MEAN, says=['under reduction="mean"']
@@ -778,7 +783,6 @@ DIFFERENT = {
 COMMUNICATION_HOOK = "the communication hook `make_communication_hook.<locals>.hook`"
 
 CODE = {
-    "counts: weights of replicas": ", which `training_step` returns",
     "multiple: a communication hook": COMMUNICATION_HOOK,
     "gradient hooks: every rank clips its norm": COMMUNICATION_HOOK,
     "multiple: a communication hook that adds up": "the communication hook `add_up_in_hook`",

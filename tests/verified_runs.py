@@ -100,6 +100,29 @@ def make_words_with_dropout() -> nn.Module:
     return make_words(0.3)
 
 
+class Similarity(nn.Module):
+    """Layers, and a scale for the products of their outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = make_layers()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.rows(inputs)
+
+
+class OneNumber(nn.Module):
+    """One weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.w * inputs.sum(1, keepdim=True)
+
+
 class Texts(nn.Module):
     """A transformer over padded texts, with dropout."""
 
@@ -372,6 +395,16 @@ def make_contrastive_step(way: str) -> Step:
         return cross_entropy(rows @ rows_of_all.T, targets)
 
     return step
+
+
+def contrast_all_rows(module: Any, batch: Any) -> Tensor:
+    """Return the loss of all ranks' rows against each other; this rank's own have a gradient, and so has the scale."""
+    rows = module.net(batch[0])
+    if world_size() > 1:
+        of_ranks = module.all_gather(rows)
+        of_ranks[rank()] = rows
+        rows = of_ranks.flatten(0, 1)
+    return cross_entropy(module.net.scale * rows @ rows.T, torch.arange(len(rows)))
 
 
 def make_manual_step(step: Step = mean_loss, *, every: int = 1, outside: bool = False) -> Step:

@@ -35,6 +35,7 @@ class Evidence:
         near: The largest relative difference up to which a combination of gradients is another gradient.
         world_size: The number of ranks.
         factor: `G` / `F`, if that is one number.
+        is_of_all: Whether all gradients differ, and none is equal but zeros.
         group: The micro-batches of all ranks.
         batches: The same, without their places.
         parts: `P`, a row for each micro-batch.
@@ -61,6 +62,7 @@ class Evidence:
         self.whole = flat(seen.expected, self.like)
         self.reduced = flat(seen.found, self.like)
         self.factor = multiple_of(self.reduced, self.whole, self.near)
+        self.is_of_all = not any(gradient.any() for name, gradient in seen.expected.items() if name not in seen.names)
 
     @property
     def multiple(self) -> str:

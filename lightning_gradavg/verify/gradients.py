@@ -52,7 +52,8 @@ def _of_compared_samples(evidence: Evidence, records: Sequence[Record]) -> Expla
     batch_norms = records[0].batch_norms
     if batch_norms and not facts.replicated:  # replicas share their statistics over all ranks
         return Explanation("batch norm", f"{detail}: each rank normalizes by its own samples in `{batch_norms[0]}`")
-    if evidence.factor is not None and len(evidence.whole) > 1:  # one number is a multiple of any other
+    # One number is a multiple of any other. Of a `gather` without a graph, only what passes through it is divided.
+    if evidence.factor is not None and evidence.is_of_all and len(evidence.whole) > 1:
         return Explanation("multiple", multiple)
     return Explanation("non-decomposable loss", detail + _changed_by(records[0]))
 
@@ -63,8 +64,11 @@ def _of_combination(evidence: Evidence) -> Explanation | None:
     # Gradients that differ by more than the tolerance, and less than `near`. Both are the same combination then.
     gap = gap_between(evidence.reduced, evidence.whole)
     if gap <= evidence.near:
-        detail = "what the ranks keep for themselves, such as a state, may have changed them"
-        return Explanation("unexplained", f"the gradients differ by {gap:.2g} of the largest element: {detail}")
+        return Explanation(
+            "unexplained",
+            f"the gradients differ by {gap:.2g} of the largest element: what the ranks keep for themselves, such as a"
+            " state, may have changed them",
+        )
     factors = evidence.factors(evidence.reduced)
     if not factors:
         return None
@@ -92,10 +96,7 @@ def _of_shares(evidence: Evidence, *, is_mean: bool) -> Explanation:
     how = "otherwise"
     if shares is not None:
         how = f"by {_listed(shares)}"
-    detail = f"{detail} {how}: the weights are not the numbers of terms"
-    if any(rank_batch.weight is not None for rank_batch in evidence.batches):
-        detail += ", which `training_step` returns"
-    return Explanation("counts", detail)
+    return Explanation("counts", f"{detail} {how}: the weights are not the numbers of terms")
 
 
 def _of_multiple(evidence: Evidence, factors: Sequence[float]) -> Explanation | None:

@@ -99,8 +99,8 @@ UNKNOWN_BASELINE = Baseline()
 """That of a run without a step."""
 
 _NOT_COVERED = (
-    "Not covered: a seed that all ranks share (here every sample draws its own numbers), a number of steps that you"
-    " compute by hand, what goes wrong in 16 bits alone, and later steps."
+    "Not covered: a seed that all ranks share (here every sample draws its own numbers), data that each rank makes for"
+    " itself, a number of steps that you compute by hand, what goes wrong in 16 bits alone, and later steps."
 )
 """What a run of the same verdict may still get wrong."""
 
