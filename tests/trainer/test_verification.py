@@ -117,6 +117,7 @@ def verify_waiting(folder: str, pipe: str) -> None:
     """Run the command in a process of its own, with its folders in one of the test's."""
     os.environ.update(TMPDIR=folder, PIPE=pipe)
     tempfile.tempdir = None  # it is asked for again
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where the tests run under nohup, the command would outlive it, too
     main(["verify", f"{HERE}:Waiting", "--data", f"{HERE}:Data"])
 
 
