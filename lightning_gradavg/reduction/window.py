@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, auto
 from typing import NamedTuple, NoReturn
 from zlib import crc32
 
@@ -160,6 +160,14 @@ class _Outcome(NamedTuple):
     raise_fault: Callable[[], NoReturn] | None  # if the rule cannot be applied
 
 
+class _Reduced(Enum):
+    """How far DDP's hook has reduced the gradients of a window. DDP reduces its buckets in order."""
+
+    NO_BUCKET = auto()
+    SOME_BUCKETS = auto()  # the next one waits for a parameter without a gradient, or the backward still runs
+    ALL_BUCKETS = auto()
+
+
 @dataclass
 class _Contents:
     """What a window holds until it is empty again."""
@@ -175,8 +183,7 @@ class _Contents:
     exchange: RowExchange | None = None  # once the last micro-batch is known
     rows: list[Row] | None = None  # of all ranks, once they are read
     outcome: _Outcome | None = None  # of these rows: several buckets, and the end of the window, ask for it
-    has_begun_in_hook: bool = False  # whether DDP's hook has reduced a bucket
-    has_reduced_in_hook: bool = False  # whether it has reduced the last one
+    reduced: _Reduced = _Reduced.NO_BUCKET
 
 
 class _Mark(NamedTuple):
@@ -409,7 +416,7 @@ class Window:
         self._backward = Backward(is_last_of_step, is_in_last_step)
         self._gradients.begin_backward(contents.parameters, self._backward)
 
-    def factor(self, *, is_last_bucket: bool = True) -> float | None:
+    def factor(self, *, is_last_bucket: bool) -> float | None:
         """Return what a bucket is multiplied by, None if the backward is of no weighed loss. It never raises.
 
         DDP's hook calls it for each bucket that it reduces, and so in the window's last backward. The window notes that
@@ -420,9 +427,9 @@ class Window:
         """
         if self.state != WindowState.BACKWARD:
             return None
-        self._contents.has_begun_in_hook = True
+        self._contents.reduced = _Reduced.SOME_BUCKETS
         if is_last_bucket:
-            self._contents.has_reduced_in_hook = True
+            self._contents.reduced = _Reduced.ALL_BUCKETS
         if self._contents.exchange is None:
             return 0.0  # `end_backward` raises
         outcome = self._outcome()
@@ -535,7 +542,7 @@ class Window:
     def end_backward(self) -> None:
         """End a backward that did not raise."""
         contents = self._contents
-        if contents.has_begun_in_hook and not contents.has_ended:
+        if contents.reduced is not _Reduced.NO_BUCKET and not contents.has_ended:
             self.abandon()
             raise RuntimeError(_REDUCED_EARLY)
         self._gradients.end_backward(self._backward)
@@ -558,7 +565,8 @@ class Window:
             outcome = self._outcome()
             if outcome.raise_fault is not None:
                 outcome.raise_fault()
-            self._gradients.reduce(contents.parameters, outcome.factor, in_hook=contents.has_reduced_in_hook)
+            in_hook = contents.reduced is _Reduced.ALL_BUCKETS
+            self._gradients.reduce(contents.parameters, outcome.factor, in_hook=in_hook)
         except BaseException:
             # The loop may go on, as after a batch that did not fit in memory.
             self.abandon()
