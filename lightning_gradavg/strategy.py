@@ -617,7 +617,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         self._rates.end_failed_steps()
         self._evaluation.explain(exception)
         super().on_exception(exception)
-        # Of torch's own type, whose text can be read.
+        # The text of an exception of the user's own type may raise when it is read.
         if type(exception) is RuntimeError and "`find_unused_parameters=True`" in str(exception):
             # DDP says that it has this option, and not where it stands beside the user's.
             options = {**in_code(self._changed_options), "find_unused_parameters": "True"}

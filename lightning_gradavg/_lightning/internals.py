@@ -507,9 +507,10 @@ def require_reduced(model: Any) -> None:
 
     A collective operation in the first call after the first reduction, in which DDP orders its buckets.
     """
-    # Private: `Reducer._rebuild_buckets` (T), with which DDP's forward begins. Without it no run of several ranks
-    # begins. No public name asks DDP before its next forward, and after the last batch there is none: this rank would
-    # go on to another exchange, while others wait for it in a bucket (`test_ranks_faults.py`: a head).
+    # Private: `Reducer._rebuild_buckets` (T), with which DDP's forward begins. Without it a run ends with an
+    # AttributeError after its first epoch. No public name asks DDP before its next forward, and after the last batch
+    # there is none: this rank would go on to another exchange, while others wait for it in a bucket (`faults.py`: a
+    # head that the last step of one rank does not use).
     model.reducer._rebuild_buckets()
 
 

@@ -2,7 +2,7 @@
 
 It says the same about a run as the README and the first line of `gradavg verify`: which run of one process it equals,
 and in what it does not (`tests/test_start_line.py`). *One process* is stock Lightning on one process with the named
-batch. What a run has not is left out: dropout, a shuffled order, batch norm, a window, a short last window.
+batch. The line leaves out what a run does not have: dropout, a shuffled order, batch norm, a window.
 """
 
 from __future__ import annotations
@@ -68,10 +68,12 @@ class StartFacts:
 def start_line(facts: StartFacts, remarks: Sequence[str] = ()) -> str:
     """Return the line, with the remarks of the strategy's parts, each a sentence, before the formula."""
     steps = _number_of_steps(facts.global_batch, facts.loader_batch, facts.window)
+    if steps:
+        steps += "."
     sentences = [
         f"{facts.strategy}: {facts.place}, {_batch(facts)}.",
         _run_that_it_equals(facts),
-        steps and f"{steps}.",
+        steps,
         _differences(facts),
         _window(facts),
         *remarks,
@@ -184,12 +186,13 @@ class Baseline(NamedTuple):
         """Return the run in words, as in "one process with batch 12. Your loader's batch is 6, so ..."."""
         if self.batch == 0:
             return "one process."
-        text = f"one process with batch {self.batch}."
+        text = f"one process with batch {self.batch}"
         if self.replicas is not None:
-            text = f"{text[:-1]} in {plural(self.replicas * self.window, 'chunk')}."
+            text += f" in {plural(self.replicas * self.window, 'chunk')}"
+        text += "."
         steps = _number_of_steps(self.batch, self.loader_batch, self.window)
         if steps:
-            text = f"{text} {steps}: see docs/which_run.md."
+            text += f" {steps}: see docs/which_run.md."
         return text
 
 
@@ -201,7 +204,7 @@ def _differences(facts: StartFacts) -> str:
     if listed:
         sentences.append(f"Different from one process: {listed}.")
     if facts.replicas is not None:
-        sentences.append(f"{_drawn(facts)[0].upper()}{_drawn(facts)[1:]} are each chunk's own, on any number of ranks.")
+        sentences.append(f"{_drawn(facts).capitalize()} are each chunk's own, on any number of ranks.")
     return " ".join(sentences)
 
 
@@ -249,7 +252,9 @@ def _window(facts: StartFacts) -> str:
             f" {facts.window}"
         )
     if facts.rule == RULES["mean"] or facts.rule.averages_window:
-        return f"Stock Lightning {short}; here it is divided by {facts.last_window}." if short else ""
+        if not short:
+            return ""
+        return f"Stock Lightning {short}; here it is divided by {facts.last_window}."
     averages = f"averages the losses of the {facts.window} micro-batches"
     both = " and ".join(part for part in (averages, short) if part)
     return f"Stock Lightning, on one process too, {both}."
