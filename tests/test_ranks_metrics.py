@@ -1,8 +1,8 @@
 """Metrics of torchmetrics under exact evaluation: the values of one process, wherever a metric is held.
 
 Samples come in batches of two. Of 9 samples, 2 ranks have 3 and 2 batches, and 3 ranks have 2, 2 and 1; of one sample,
-rank 0 has a batch, and of 3, ranks 0 and 1. All metrics are updated in one pass over one loader, and in another over
-three.
+rank 0 has a batch, and of 3 or 4, ranks 0 and 1. All metrics are updated in one pass over one loader, and in another
+over three.
 """
 
 from __future__ import annotations
@@ -163,6 +163,8 @@ CASES: dict[str, Case] = {
     "concordance": Case(regressed.ConcordanceCorrCoef, numbers),
     "Spearman": Case(regressed.SpearmanCorrCoef, numbers),
     "explained variance": Case(regressed.ExplainedVariance, numbers),
+    # Its states get a value per output in the first update.
+    "explained variance of two": Case(lambda: regressed.ExplainedVariance(multioutput="raw_values"), pairs),
     "MAP": Case(retrieval.RetrievalMAP, queries),
     "MRR": Case(retrieval.RetrievalMRR, queries),
     "mean": Case(MeanMetric, values),
@@ -268,7 +270,7 @@ def validate(sizes: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, float]]:
     return module.values | holder.values, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-@pytest.mark.parametrize("sizes", [(9,), (9, 1, 3)])
+@pytest.mark.parametrize("sizes", [(9,), (9, 1, 3), (4,)])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_metrics_have_the_values_of_one_process_wherever_they_are_held(
     world: Any, world_size: int, sizes: tuple[int, ...]
