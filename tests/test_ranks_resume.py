@@ -308,6 +308,14 @@ SAVES = st.builds(lambda *place: Act("save", *place), HOOKS, st.integers(0, 1), 
     options={"accumulate_grad_batches": 1, "looks": [Act("look", "start")]},
 )
 @example(
+    order=Order("shuffle", 9, 2),
+    worlds=[1, 2],
+    limits=(None, None),
+    place=Act("save", "validation", 0),  # the first of two: their seeds come between the orders of two epochs
+    whole=False,
+    options={"accumulate_grad_batches": 1, "val_check_interval": 2},
+)
+@example(
     order=Order("augmented stream", 9, 4),
     worlds=[1, 1, 1],
     limits=(None, None),
@@ -347,6 +355,13 @@ READ_TOGETHER = ["shuffle", "generator", "lazy", "stream", "own stream", "unsize
 )
 @example(
     read=(Order("stream", 12, 4), Order("shuffle", 4, 4)),  # of which the other ends before anything is trained on
+    mode="max_size_cycle",
+    worlds=(1, 1),
+    epoch=0,
+    window=1,
+)
+@example(
+    read=(Order("stream", 12, 4), Order("generator", 4, 4)),  # likewise; its generator goes on
     mode="max_size_cycle",
     worlds=(1, 1),
     epoch=0,
