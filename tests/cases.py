@@ -269,7 +269,11 @@ DOUBLED = {"ddp_comm_hook": doubling}
 def make_rows_of_fewer_batches() -> list[Case]:
     """Return rows for the kinds of loaders that yield fewer batches on a rank."""
     rows = []
-    for rule, kinds in (("weighted_mean", ("list", "workers")), ("mean", ("list", "stream", "iterable"))):
+    kinds_of_rules = {
+        "weighted_mean": ["list", "workers"],
+        "mean": ["list", "stream", "stream with an estimated length", "iterable"],
+    }
+    for rule, kinds in kinds_of_rules.items():
         for kind in kinds:
             name = f"of fewer batches of a {kind} on a rank"
             rows.append(Case(name, rule, FIVE_AND_THREE, OF_FIVE_AND_THREE, ways=["automatic"], loader=kind))

@@ -45,6 +45,7 @@ pytestmark = [
     *IGNORE_UNUSED_PARAMETERS,
     pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.training_step. returned .None."),
+    pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined"),
 ]
 AS_THEY_ARE: Any = {"use_distributed_sampler": False}
 SLOPES = torch.tensor([1.0, -2.0, 3.0, 0.5], dtype=torch.float64)
@@ -244,6 +245,13 @@ class Batches(Stream):
         return len(self.batches)
 
 
+class Estimated(Stream):
+    """A stream that says it has 5 batches, whatever this rank has."""
+
+    def __len__(self) -> int:
+        return 5
+
+
 def make_loader_of_any(batches: Any, **options: Any) -> Any:
     """Return a loader that yields these batches as they are."""
     return DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch, **options)
@@ -252,6 +260,7 @@ def make_loader_of_any(batches: Any, **options: Any) -> Any:
 LOADERS: Mapping[str, Callable[[list[Any]], Any]] = {
     "list": make_loader_of_any,
     "stream": lambda batches: make_loader_of_any(Stream(batches)),
+    "stream with an estimated length": lambda batches: make_loader_of_any(Estimated(batches)),
     "workers": lambda batches: make_loader_of_any(Stream(batches), num_workers=1),
     "iterable": Batches,
 }
