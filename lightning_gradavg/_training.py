@@ -23,7 +23,7 @@ from lightning_gradavg._lightning.internals import require_reduced
 from lightning_gradavg._lightning.launch import Registered, require_one_run
 from lightning_gradavg._lightning.part import Part, Run
 from lightning_gradavg._support.collectives import World
-from lightning_gradavg._support.running import Forward, running
+from lightning_gradavg._support.running import running
 from lightning_gradavg.batches.chunks import Pieces
 from lightning_gradavg.batches.part import Batches
 from lightning_gradavg.faults.collectives import Collectives
@@ -249,11 +249,12 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
 
     def _run_step(self, forward: Callable[..., Any], *arguments: Any) -> Any:
         """Return the output of a step with its loss weighed. `GradAvgStrategy` runs a step in pieces here."""
-        batches = self._batches
-        with running(Forward(batches.samples, batches.without_samples, self._reduction.exchanging)):
-            with batches.training_step():
-                output = forward(*arguments)
-            return self._reduction.read(output, _batch_of(arguments))
+        batch, batches, reduction = _batch_of(arguments), self._batches, self._reduction
+        (piece,) = batches.pieces(batch)
+        known = batches.forward(piece, reduction.exchanging)
+        with running(known), batches.training_step():
+            output = forward(*arguments)
+            return reduction.read(output, batch, known)
 
     @override
     @contextmanager
@@ -278,8 +279,7 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
             closure_loss = reduction.add(closure_loss, weight)
         self.pre_backward(closure_loss)
         root = precision.pre_backward(closure_loss, module)
-        with self._batches.backward():
-            reduction.backward(partial(precision.backward, root, module, optimizer, *args, **kwargs))
+        reduction.backward(partial(precision.backward, root, module, optimizer, *args, **kwargs))
         # Here Lightning reduces the first backward of a static graph in manual optimization.
         self.post_backward(closure_loss)
         reduction.finish()

@@ -227,10 +227,12 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
         self._reports = Reports(options.rule, self._lr_factors)
         static_graph = bool(ddp_options.get("static_graph"))
+        self._replicas = OneForward(options, static_graph=static_graph)
+        end_step: Callable[[], None] | None = None
         if options.replicated or max_device_batch_size is not None:
-            self._replicas: OneForward = Replicas(options, static_graph=static_graph)
-        else:
-            self._replicas = OneForward(options, static_graph=static_graph)
+            replicas = Replicas(options, static_graph=static_graph)
+            self._replicas = replicas
+            end_step = replicas.end_step
         make_tree = None
         if reproducible:
             assert num_replicas is not None
@@ -238,7 +240,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         self._reduction = Reduction(
             options.rule,
             CommHook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper),
-            on_reduced=self._replicas.end_step,
+            end_step=end_step,
             make_tree=make_tree,
             timeout=timeout,
         )
@@ -488,11 +490,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         finally:
             if self._rates.scales:
                 self._rates.end_failed_steps()
-
-    @override
-    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        with self._replicas.exchanging():
-            return super().backward(*args, **kwargs)
 
     def _backward_within_step(self) -> None:
         """Run the backward of a piece that is not the last of its step. Hooks see the last one only."""

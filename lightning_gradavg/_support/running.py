@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -23,6 +23,7 @@ class Forward:
         world: The ranks that exchange within it; None in a loop of the user's own, or in a run of one rank.
         normalizes_over_ranks: Whether batch norm takes the statistics of all ranks.
         refusal: Why nothing can be exchanged within it; "" if it can.
+        in_backward: Returns the context in which its backward runs: checkpoints compute parts of it again there.
         exchanged: What the backward of the forward must reach: a tensor without data for each exchange that has a
             backward. A loss that is missing reaches them all (`reduction.uncounted.zero_loss`).
         hidden_exchanges: The exchanges of the forward whose backward no tensor reaches, in words.
@@ -33,6 +34,7 @@ class Forward:
     world: World | None = None
     normalizes_over_ranks: bool = False
     refusal: str = ""
+    in_backward: Callable[[], AbstractContextManager[None]] = nullcontext
     exchanged: list[Tensor] = field(default_factory=list)
     hidden_exchanges: list[str] = field(default_factory=list)
 

@@ -17,12 +17,14 @@ from lightning_gradavg._lightning.methods import method_of, replaced
 from lightning_gradavg._lightning.options import Options
 from lightning_gradavg._lightning.part import Part, Run, Saved
 from lightning_gradavg._lightning.stand_in import buffers_kept, stand_in
+from lightning_gradavg._support.collectives import World
 from lightning_gradavg._support.random_state import (
     RandomState,
     drawing_from,
     restore_random_state,
     stream_key,
 )
+from lightning_gradavg._support.running import Forward
 from lightning_gradavg._support.text import listed_ranks, plural
 from lightning_gradavg._support.tree import leaves, mapped
 from lightning_gradavg.batches.chunks import STAND_IN, Chunk, Piece, Pieces, Split
@@ -206,12 +208,16 @@ class Batches(Part):
         """
         return nullcontext()
 
-    def backward(self) -> AbstractContextManager[None]:
-        """Return the context of the backward that Lightning runs, that of the last piece of the batch in training."""
+    def forward(self, piece: PieceOfBatch, world: World | None) -> Forward:
+        """Return what is known of the forward of a piece, within which the ranks of a world exchange."""
+        return Forward(self.samples, self.without_samples, world, in_backward=self._in_backward(piece))
+
+    def _in_backward(self, piece: PieceOfBatch) -> Callable[[], AbstractContextManager[None]]:
+        """Return what makes the context of the backward of a piece."""
         if self.has_samples:
-            return nullcontext()
+            return nullcontext
         # Activation checkpointing runs parts of the stand-in's forward again, which write buffers.
-        return buffers_kept(self.run.module)
+        return partial(buffers_kept, self.run.module)
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
         """Save that there are no loaders to resume."""
@@ -506,13 +512,11 @@ class SplitBatches(Batches):
         step = self.run.loop.total_ready - 1
         return drawing_from(self._key(what, self.chunk.pieces[piece.place], step), self.run.device)
 
-    def backward(self) -> AbstractContextManager[None]:
-        """Return the context of the backward that Lightning runs, that of the last piece of the batch in training."""
-        # In manual optimization it runs within `training_step`, perhaps several times.
-        if self.chunk is None or not self.run.module.automatic_optimization:
-            return nullcontext()
-        step = self.run.loop.total_ready - 1
-        return drawing_from(self._key("backward", self.chunk.pieces[-1], step), self.run.device)
+    def _in_backward(self, piece: PieceOfBatch) -> Callable[[], AbstractContextManager[None]]:
+        # In manual optimization it runs within `training_step`, perhaps several times, and draws from its stream.
+        if not self.run.module.automatic_optimization:
+            return nullcontext
+        return partial(self.computing, "backward", piece)
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
         """Save where training stands in its data.

@@ -81,7 +81,7 @@ class Reduction(Part):
 
     1. `begin_step`, before `training_step`.
     2. `read` with its output in automatic optimization, once for each piece of the step; `add` in manual optimization,
-       with the loss of every `manual_backward`. Both within `running` of the forward.
+       with the loss of every `manual_backward`, within `running` of the forward.
     3. `backward` for that loss. In manual optimization 2 to 4 come again for every backward.
     4. `finish`, after the backward: the gradients are those of the rule if it ended the window.
 
@@ -101,7 +101,7 @@ class Reduction(Part):
         rule: Rule,
         hook: CommHook,
         *,
-        on_reduced: Callable[[], None] | None = None,
+        end_step: Callable[[], None] | None = None,
         make_tree: Callable[[Run], Gradients] | None = None,
         timeout: timedelta | None = None,
     ) -> None:
@@ -110,13 +110,13 @@ class Reduction(Part):
         Args:
             rule: The reduction rule.
             hook: The communication hook of DDP.
-            on_reduced: Called after the gradients of an automatic step are reduced.
+            end_step: Called at the end of an automatic step, after its last backward.
             make_tree: Makes the gradients of a reproducible run.
             timeout: The timeout of the process group in which ranks exchange within a step; torch's if None.
         """
         self.rule = rule
         self._hook = hook
-        self._on_reduced = on_reduced
+        self._call_at_end_of_step = end_step
         self._make_tree = make_tree
         self._timeout = timeout
         self._said: set[str] = set()
@@ -316,6 +316,7 @@ class Reduction(Part):
         self,
         output: object,
         batch: object,
+        forward: Forward,
         *,
         is_last_piece: bool = True,
     ) -> object:
@@ -326,11 +327,13 @@ class Reduction(Part):
         Args:
             output: What `training_step` returned.
             batch: The batch of the forward.
+            forward: What is known of it.
             is_last_piece: Whether it is the last forward of the step.
         """
-        self._batch = batch
         if self.is_manual or self._skips_backward:
             return output
+        self._batch = batch
+        self._forward = forward
         if isinstance(output, Mapping):
             if "loss" not in output:
                 return output  # refused, by `ClosureResult.from_training_step_output`
@@ -339,7 +342,7 @@ class Reduction(Part):
             return self._without_loss(output, is_last_piece=is_last_piece)
         if not isinstance(output, Tensor):
             return output  # refused there, too
-        return self.add(output, None, is_last_piece=is_last_piece)
+        return self._add(output, None, is_last_piece=is_last_piece)
 
     def _read_dict(self, output: Mapping[str, object], *, is_last_piece: bool) -> object:
         """Return a copy of a dict that `training_step` returned, with its loss weighed."""
@@ -358,13 +361,23 @@ class Reduction(Part):
             self._warn_on_rank_zero(
                 f'{hint}: the loss is weighted by its samples. If that is the number of its terms, call it "weight".'
             )
-        pending = self.add(loss, weight, hint=hint, is_last_piece=is_last_piece)
+        pending = self._add(loss, weight, hint=hint, is_last_piece=is_last_piece)
         if pending is loss:
             return output
         return {**output, "loss": pending}
 
-    def add(self, loss: object, weight: object, *, hint: str = "", is_last_piece: bool = True) -> Tensor:
-        """Return a loss that is weighed for the next backward. Collective as `Window.add` is.
+    def add(self, loss: object, weight: object) -> Tensor:
+        """Return a loss of `manual_backward` that is weighed for its backward. Collective as `Window.add` is.
+
+        Args:
+            loss: What the user gave for a loss.
+            weight: What the user gave for its weight, or None.
+        """
+        self._forward = running_forward()
+        return self._add(loss, weight)
+
+    def _add(self, loss: object, weight: object, *, hint: str = "", is_last_piece: bool = True) -> Tensor:
+        """Return a loss that is weighed for the next backward.
 
         Args:
             loss: What the user gave for a loss.
@@ -373,7 +386,7 @@ class Reduction(Part):
             is_last_piece: As in `read`.
         """
         loss = require_loss(loss)
-        micro_batch = self._weights.read(weight, self._batch, running_forward().samples)
+        micro_batch = self._weights.read(weight, self._batch, self._forward.samples)
         if micro_batch.problem is not None and hint:
             micro_batch = micro_batch._replace(problem=f"{hint}, and {micro_batch.problem}")
         self._warn_of_weight_0(micro_batch)
@@ -398,8 +411,6 @@ class Reduction(Part):
 
         The window sends its row here, before the backward, in which the rows of the other ranks arrive.
         """
-        self._forward = running_forward()
-        self._forward.forget_exchanges()  # its loss has their graph
         ends = self._ends_window(is_last_piece=is_last_piece)
         window = self._window
         if isinstance(window, PlainMean):
@@ -431,7 +442,7 @@ class Reduction(Part):
 
     def _zero_loss(self) -> Tensor:
         """Return a loss of 0 that reaches all parameters and exchanges, with DDP ready for its backward."""
-        forward = running_forward()
+        forward = self._forward
         hidden_exchanges = list(forward.hidden_exchanges)
         if not forward.normalizes_over_ranks and _synchronizes_batch_norm(self.run.module):
             hidden_exchanges.append("SyncBatchNorm")
@@ -458,15 +469,15 @@ class Reduction(Part):
     def backward(self, run: Callable[[], None], *, is_last_piece: bool = True) -> None:
         """Call `run` for the backward of the pending loss, the last one of its step or not.
 
-        Within it the loss's forward is the one that `running` tells: checkpoints compute parts of it again.
+        It runs where the forward ran: checkpoints compute parts of the forward again.
         """
-        window = self._window
+        window, forward = self._window, self._forward
         assert self.pending is not None
         assert window is not None
         self.pending = None
         try:
             window.begin_backward(is_last_of_step=is_last_piece, is_in_last_step=not self._window_continues)
-            with running(self._forward):
+            with running(forward), forward.in_backward():
                 run()
             if not is_last_piece:
                 window.end_backward()  # `finish` comes after the last piece alone
@@ -475,7 +486,7 @@ class Reduction(Part):
             window.abandon()
             raise
         finally:
-            self._forward.forget_exchanges()  # of what `torch.utils.checkpoint` has computed again
+            forward.forget_exchanges()  # also of what `torch.utils.checkpoint` has computed again
 
     def finish(self) -> None:
         """Finish the gradients after a backward, if it ended a window. May be a collective operation."""
@@ -486,8 +497,8 @@ class Reduction(Part):
         if has_ended:
             window.reduce()
         # In manual optimization the step's end is that of `training_step`.
-        if self._on_reduced is not None and not self.is_manual:
-            self._on_reduced()
+        if self._call_at_end_of_step is not None and not self.is_manual:
+            self._call_at_end_of_step()
         if not has_ended:
             return
         if self.observer is not None:

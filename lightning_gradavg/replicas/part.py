@@ -9,8 +9,10 @@ its buffers, the module keeps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from lightning.pytorch.trainer.states import TrainerFn
@@ -23,7 +25,7 @@ from lightning_gradavg._lightning.options import Options
 from lightning_gradavg._lightning.part import Part, Run
 from lightning_gradavg._lightning.stand_in import metrics_kept
 from lightning_gradavg._support.collectives import World
-from lightning_gradavg._support.running import Forward, running
+from lightning_gradavg._support.running import running
 from lightning_gradavg._support.tree import batch_samples, mapped
 from lightning_gradavg.batches.chunks import Chunk
 from lightning_gradavg.batches.part import Batches, PieceOfBatch, SplitBatches
@@ -56,7 +58,7 @@ class Step(NamedTuple):
 class OneForward(Part):
     """Runs the rank's samples of a training step at once, as stock DDP does.
 
-    The strategy calls `run_step` for each training step, and `end_step` after the gradients of a step are reduced.
+    The strategy calls `run_step` for each training step.
     """
 
     def __init__(self, options: Options, *, static_graph: bool = False) -> None:
@@ -90,17 +92,10 @@ class OneForward(Part):
         """Run a training step; return its output, whose loss has its weight."""
         (piece,) = step.batches.pieces(batch)
         batches = step.batches
-        forward = Forward(batches.samples, batches.without_samples, step.reduction.exchanging)
+        forward = batches.forward(piece, step.reduction.exchanging)
         with running(forward), batches.training_step(), batches.computing("forward", piece):
             output = step.forward(batch, *args)
-            return step.reduction.read(output, batch)
-
-    def exchanging(self) -> AbstractContextManager[None]:
-        """Return the context of a training step, and of its backward, in which layers may exchange with other ranks."""
-        return nullcontext()
-
-    def end_step(self) -> None:
-        """End a step whose gradients are reduced."""
+            return step.reduction.read(output, batch, forward)
 
 
 class Replicas(OneForward):
@@ -120,7 +115,7 @@ class Replicas(OneForward):
 
     | for                                             | replaced                                                   |
     |-------------------------------------------------|------------------------------------------------------------|
-    | a training step, and its backward (`exchanging`)| `torch.nn.functional.batch_norm` and the forward of        |
+    | a training step, and its backward               | `torch.nn.functional.batch_norm` and the forward of        |
     |                                                 | `nn.SyncBatchNorm`, with `equivalent_to="single_device"`   |
     | a training step                                 | `module.log`                                               |
     | a pass of training                              | of several ranks, how metrics gather list states           |
@@ -162,7 +157,7 @@ class Replicas(OneForward):
         outputs: list[Any] = []
         self._buffers.begin_step()
         try:
-            with self._log.collecting(), self.exchanging():
+            with self._log.collecting(), self._normalizing():
                 for index, piece in enumerate(pieces):
                     self._buffers.begin_piece(index)
                     is_last = index == len(pieces) - 1
@@ -214,22 +209,22 @@ class Replicas(OneForward):
             self._log.samples = _samples_of_several_loaders(piece, batch)
         if samples is not None:
             samples = piece.samples
-        forward = Forward(
-            samples,
-            batches.without_samples,
-            step.reduction.exchanging,
+        forward = batches.forward(piece, step.reduction.exchanging)
+        forward = replace(
+            forward,
+            samples=samples,
             normalizes_over_ranks=self._normalizes_over_ranks,
             refusal=_REFUSED_IN_PIECES if self._in_pieces else "",
+            in_backward=partial(self._normalizing, forward.in_backward),
         )
         with reducing, counting, running(forward):
             with batches.computing("forward", piece):
                 output = step.forward(batch, *args)
-                output = step.reduction.read(output, batch, is_last_piece=is_last)
+                output = step.reduction.read(output, batch, forward, is_last_piece=is_last)
             if self.run.loop.skips_backward:
                 return mapped(output, _detached)  # a graph would be kept until the end of the step
             if not is_last:
-                with batches.computing("backward", piece):
-                    step.backward()
+                step.backward()
         return output
 
     @property
@@ -237,11 +232,14 @@ class Replicas(OneForward):
         """Whether batch norm is that of one device. In pieces it is refused, as it cannot see the whole batch."""
         return self._options.one_device and (self.run.world.size > 1 or self._in_pieces)
 
-    def exchanging(self) -> AbstractContextManager[None]:
-        """Return the context in which batch norm of one device normalizes over all ranks."""
+    @contextmanager
+    def _normalizing(self, within: Callable[[], AbstractContextManager[None]] = nullcontext) -> Iterator[None]:
+        """Have batch norm of one device normalize over all ranks, within another context."""
+        normalizing: AbstractContextManager[None] = nullcontext()
         if self._normalizes_over_ranks:
-            return synchronized_batch_norm()
-        return nullcontext()
+            normalizing = synchronized_batch_norm()
+        with normalizing, within():
+            yield
 
     def end_step(self) -> None:
         """Make the module's buffers those of the first piece, on all ranks. A collective operation."""
