@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from ranks import group_of, make_trainer
 from test_ranks_evaluation import Lists
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric, Metric, SumMetric
 from toys import Toy, approx, make_loader
@@ -111,6 +112,13 @@ class OfNorm(Script):
     normed = True
 
 
+class ComputedAgain(OfNorm):
+    """Has the backward compute the net again, and with it batch norm over all ranks."""
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.net, x, use_reentrant=False)
+
+
 class OfFrozenNorm(OfNorm):
     """Normalizes by its running statistics, also in training."""
 
@@ -197,6 +205,7 @@ VIEWS = parallel(gradient_as_bucket_view=True, find_unused_parameters=True)
     [
         (OfNorm, 1, single(), {}),
         (OfNorm, 3, single(), {}),
+        (ComputedAgain, 2, single(), {}),
         (OfFrozenNorm, 2, single(max_device_batch_size=3), {}),
         (Script, 3, PARTS, {}),
         (Even, 2, {"split_batches": True, "exact_evaluation": True}, {}),
