@@ -195,15 +195,19 @@ def test_joined_inputs_are_refused():
 
 @on_ranks()
 def test_before_and_beside_a_model():
-    """Saving needs no model, a forward may run in a context of its own, and a plain backward is told what to do."""
+    """Saving needs no model, and a forward may run in a context of its own.
+
+    A plain backward is told what to do, also one that DDP does not reduce: its gradient would be each rank's own.
+    """
     FabricLoop(**WEIGHTED).fabric.save(f"{mkdtemp()}/state.ckpt", {"step": 0})
     loop, module, model, x = begin()
     loop.backward(copy_context().run(lambda: model(x).mean()), weight=len(x))
     assert approx(3.6) == module.gradient
-    with pytest.raises(
-        RuntimeError, match=re.escape("GradAvgReducer.weigh(...).backward() with weight= instead of loss.")
-    ):
-        model(x).mean().backward()
+    advice = re.escape("GradAvgReducer.weigh(...).backward() with weight= instead of loss.")
+    for within_window in (True, False):
+        with loop.no_sync(model, enabled=within_window), pytest.raises(RuntimeError, match=advice):
+            model(x).mean().backward()
+        assert module.w.grad is None
 
 
 @on_ranks()
