@@ -163,6 +163,10 @@ def test_gradients_that_no_bucket_has_reduced():
     gradients.reduce(gradients.parameters(), 1.0, in_hook=False)
 
 
+@pytest.mark.skipif(
+    hasattr(DistributedDataParallel, "_should_disable_cpp_reducer"),
+    reason="DDP of an older torch ignores the value outside of torch.compile",
+)
 @on_ranks()
 def test_a_hook_that_gets_no_bucket():
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
