@@ -71,7 +71,7 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
     _reduction: Reduction
     _batches: Batches
     _parts: tuple[Part, ...]  # in the order in which they are called
-    _plain_options: Mapping[str, Any]  # numbers and texts, which must be the same on all ranks
+    _plain_options: Mapping[str, object]  # numbers and texts, which must be the same on all ranks
     _run: Run  # from `setup` on
     _preparing: str | None = None  # the stage of the loaders that Lightning prepares
     _parts_set_up: tuple[Part, ...] = ()  # those whose `setup` returned
@@ -198,7 +198,7 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
         self._reduction.search_targets(host_batch)
 
     @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Train on the batch: Lightning calls this after the hooks of callbacks and module, before the step."""
         super().on_train_batch_start(batch, batch_idx)
         # A user has given the trainer another list of callbacks, without `Arrival`. So nobody has called
@@ -307,6 +307,6 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
             super().save_checkpoint(checkpoint, *args, **kwargs)
 
 
-def _batch_of(arguments: tuple[Any, ...]) -> Any:
+def _batch_of(arguments: tuple[object, ...]) -> object:
     """Return the batch of a `training_step`, its first argument; None if it takes none."""
     return arguments[0] if arguments else None

@@ -1,7 +1,5 @@
 """A callback that logs what the strategy observes, and warns of ranks that read the same data."""
 
-from typing import Any
-
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -72,7 +70,7 @@ class GradAvgMonitor(Callback):
             self._every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         strategy = _strategy_of(trainer)
         if self._data.left > 0:
             self._compare_data(strategy, batch)
@@ -94,7 +92,7 @@ class GradAvgMonitor(Callback):
 
     @override
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         strategy = _strategy_of(trainer)
         loop = TrainingLoop(trainer.fit_loop)

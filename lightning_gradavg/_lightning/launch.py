@@ -118,7 +118,7 @@ def require_one_run(world: World, trainer: Trainer, module: LightningModule, opt
         )
 
 
-def _description(trainer: Trainer, module: LightningModule, options: Mapping[str, Any]) -> list[str]:
+def _description(trainer: Trainer, module: LightningModule, options: Mapping[str, object]) -> list[str]:
     """Return the lines that are the same on all ranks of one run."""
     strategy = type(trainer.strategy).__name__
     lines = [

@@ -14,7 +14,7 @@ __all__ = ["logged_as", "method_of", "replaced"]
 
 
 @contextmanager
-def replaced(owner: object, name: str, method: Any) -> Iterator[None]:
+def replaced(owner: object, name: str, method: object) -> Iterator[None]:
     """Replace a method of a module, or of another object or class, within the context.
 
     Afterwards the attribute of the owner itself, as a method that a user put on the instance, is restored. If there was
@@ -37,7 +37,7 @@ def method_of(owner: object, name: str, method: Callable[..., Any]) -> MethodTyp
     again, and holds nothing that `method` refers to.
     """
 
-    def of_owner(called_on: object, *args: Any, **kwargs: Any) -> Any:
+    def of_owner(called_on: object, *args: Any, **kwargs: Any) -> object:
         if called_on is owner:
             return method(*args, **kwargs)
         return getattr(type(called_on), name)(called_on, *args, **kwargs)

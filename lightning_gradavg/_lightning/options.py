@@ -109,7 +109,7 @@ class Options:
         return world_size if self.num_replicas is None else self.num_replicas
 
 
-def _refuse_other_reductions(options: Mapping[str, Any]) -> None:
+def _refuse_other_reductions(options: Mapping[str, object]) -> None:
     """Refuse options of DDP by which something else is reduced than the rule says."""
     period = options["model_averaging_period"]
     if period is not None:
@@ -126,7 +126,7 @@ def _refuse_other_reductions(options: Mapping[str, Any]) -> None:
             )
 
 
-def _refuse_under_reproducible(options: Mapping[str, Any]) -> None:
+def _refuse_under_reproducible(options: Mapping[str, object]) -> None:
     """Refuse what contradicts `reproducible=True`."""
     preset = options["equivalent_to"]
     if preset not in (None, _DATA_PARALLEL):
@@ -154,7 +154,7 @@ def _refuse_under_reproducible(options: Mapping[str, Any]) -> None:
             )
 
 
-def _refuse_cuts(options: Mapping[str, Any], preset: str | None, *, splits: bool) -> None:
+def _refuse_cuts(options: Mapping[str, object], preset: str | None, *, splits: bool) -> None:
     """Refuse cuts of batches that are not split, and cuts of replicas."""
     most = options["max_device_batch_size"]
     num_replicas = options["num_replicas"]
@@ -176,7 +176,7 @@ def _refuse_cuts(options: Mapping[str, Any], preset: str | None, *, splits: bool
         )
 
 
-def _refuse_under_preset(options: Mapping[str, Any], preset: str, rule: Rule) -> None:
+def _refuse_under_preset(options: Mapping[str, object], preset: str, rule: Rule) -> None:
     """Refuse what contradicts `equivalent_to`."""
     if rule.name not in _WHOLE_BATCH:
         raise ValueError(
@@ -256,7 +256,7 @@ def refuse_unserved(owner: str, own: Sequence[str], options: Mapping[str, object
     refuse_unknown(owner, options, known)
 
 
-def options_of_ddp(given: Mapping[str, Any]) -> dict[str, Any]:
+def options_of_ddp(given: Mapping[str, object]) -> dict[str, object]:
     """Return the options that DDP has and that differ from its defaults: command lines hand on every default."""
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
     known = {name: value for name, value in given.items() if name in parameters}

@@ -31,7 +31,7 @@ _NAME_OF_FUNCTION: Mapping[object, str] = {
 """The functions that Lightning takes for `reduce_fx` (`_Metadata.is_mean_reduction` and the like)."""
 
 
-def reduction_name(arguments: Mapping[str, Any]) -> str | None:
+def reduction_name(arguments: Mapping[str, object]) -> str | None:
     """Return the name in `NEUTRAL` of how the arguments of `log` put values together; None if Lightning refuses it."""
     reduce_fx = arguments.get("reduce_fx", "mean")
     if not isinstance(reduce_fx, str):
@@ -52,7 +52,7 @@ def _name_of_function(function: object) -> str | None:
     return None
 
 
-def _neutral_arguments(arguments: dict[str, Any]) -> dict[str, Any] | None:
+def _neutral_arguments(arguments: dict[str, object]) -> dict[str, object] | None:
     """Return the arguments of `log` that a stand-in logs instead of its own; None for nothing.
 
     | the step logs | the stand-in logs |
@@ -136,7 +136,7 @@ def _add_empty_items(metric: Metric, states: dict[str, Any]) -> None:
             states[name] += [torch.atleast_1d(item)[:0] for item in added]
 
 
-def _copied_states(metric: Metric) -> dict[str, Any]:
+def _copied_states(metric: Metric) -> dict[str, object]:
     """Return copies of a metric's states: lists of the same items, and clones of tensors."""
     states: dict[str, Any] = {}
     for name, state in metric.metric_state.items():

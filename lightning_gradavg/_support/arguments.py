@@ -62,7 +62,7 @@ def by_keyword(constructor: _F) -> _F:
     return checked  # type: ignore[return-value]  # `wraps` keeps the signature
 
 
-def _require_type(name: str, value: object, annotation: Any) -> None:
+def _require_type(name: str, value: object, annotation: object) -> None:
     """Raise an error if an annotation of literals and plain types excludes a value: the string "false" is true."""
     literals: list[object] = []
     plain: list[type] = []
@@ -86,7 +86,7 @@ def _require_type(name: str, value: object, annotation: Any) -> None:
     raise TypeError(f"{name}={value!r} is of type {type(value).__name__}: give {expected}")
 
 
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
+def _alternatives(annotation: object) -> tuple[object, ...]:
     """Return the members of a union, or the annotation itself."""
     if get_origin(annotation) in (Union, types.UnionType):
         return get_args(annotation)

@@ -18,7 +18,7 @@ _SIZE = 8  # bytes of a digest: 16 characters
 
 
 def state_digests(
-    module: nn.Module, optimizers: Sequence[Optimizer], further: Mapping[str, Any] = MappingProxyType({})
+    module: nn.Module, optimizers: Sequence[Optimizer], further: Mapping[str, object] = MappingProxyType({})
 ) -> dict[str, str]:
     """Return 16 characters per tensor and number of a training state, by name, that depend on its bits.
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 __all__ = ["STAND_IN", "Chunk", "Piece", "Pieces", "Split", "chunk_bounds", "even_bounds"]
 
@@ -85,7 +85,7 @@ STAND_IN = Chunk([Piece(None, 0, 0)], samples=0, batch_samples=0, layout=())
 """Of a rank that has no loader batch left: it computes its last one again."""
 
 
-class Pieces(list[Any]):
+class Pieces(list[object]):
     """The pieces of a rank's chunk, where it has several: a list of batches of the user's own type.
 
     Lightning passes it from the loader to `training_step` as one batch. Hooks of a batch, such as

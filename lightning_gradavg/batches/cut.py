@@ -44,9 +44,9 @@ __all__ = [
 class Probe(NamedTuple):
     """What a rank loads once beside its own pieces, to find out what cannot be seen from outside."""
 
-    sample: Any  # the indices of one sample, which all ranks load and compare
+    sample: object  # the indices of one sample, which all ranks load and compare
     key: bytes  # of the stream that it is loaded from
-    parts: Sequence[Any]  # the indices of all pieces of the batch; none where collating is not compared
+    parts: Sequence[object]  # the indices of all pieces of the batch; none where collating is not compared
 
 
 class Request(NamedTuple):
@@ -146,7 +146,7 @@ class CutDataset(Dataset[Any]):
             return f"a comparison that failed with {error!r:.200}"
 
 
-def difference_of_parts(whole: Any, parts: Sequence[Any], place: str = "") -> str:
+def difference_of_parts(whole: object, parts: Sequence[object], place: str = "") -> str:
     """Return where a collated batch is not what its collated parts are end to end; empty if it is, or nobody can tell.
 
     Nobody can tell of an object of another type than those below.
@@ -195,7 +195,7 @@ def _difference_of_items(whole: Sequence[object], parts: Sequence[Sequence[objec
     return ""
 
 
-def _tensors_agree(whole: Any, parts: Sequence[Any]) -> bool:
+def _tensors_agree(whole: object, parts: Sequence[object]) -> bool:
     """Return whether a tensor or array equals each of its parts, or is what they are end to end."""
     tensor = torch.as_tensor(whole)
     tensors = [torch.as_tensor(part) for part in parts]
@@ -283,7 +283,7 @@ class StreamCollator:
         # That this process has collated: those of one worker in one pass, as workers do not persist.
         self._batches = 0
 
-    def __call__(self, samples: list[Any]) -> CollatedSamples:
+    def __call__(self, samples: list[object]) -> CollatedSamples:
         """Return this rank's pieces of a batch of these samples."""
         worker = get_worker_info()
         worker_id = -1 if worker is None else worker.id

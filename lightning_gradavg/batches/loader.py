@@ -270,7 +270,7 @@ class SplitLoader(LoaderWrapper):
         key = stream_key(order.place.seed, "workers", drawn, self.split.rank)
         generator.manual_seed(int.from_bytes(key[:8], "little", signed=True))
 
-    def _items(self, order: Order, batches: Iterator[Any], *, compares: bool) -> Iterator[ReadBatch]:
+    def _items(self, order: Order, batches: Iterator[object], *, compares: bool) -> Iterator[ReadBatch]:
         """Yield this rank's pieces of each batch."""
         while True:
             read = self._next(order, batches)
@@ -284,7 +284,7 @@ class SplitLoader(LoaderWrapper):
                 return
             yield read
 
-    def _next(self, order: Order, batches: Iterator[Any]) -> ReadBatch | None:
+    def _next(self, order: Order, batches: Iterator[object]) -> ReadBatch | None:
         """Return the next batch that is not passed over; None at the end."""
         if self.reading is Reading.INDICES:
             return self._next_of_indices(order, batches)
@@ -305,7 +305,7 @@ class SplitLoader(LoaderWrapper):
             if record is not None:
                 return ReadBatch(pieces, record, None)
 
-    def _next_of_indices(self, order: Order, batches: Iterator[Any]) -> ReadBatch | None:
+    def _next_of_indices(self, order: Order, batches: Iterator[object]) -> ReadBatch | None:
         loaded = next(batches, _END)
         if loaded is _END:
             if order.pending:
@@ -327,7 +327,7 @@ class SplitLoader(LoaderWrapper):
             probed = Probed(digest, digest, "")
         return ReadBatch(pieces, record._replace(chunk=chunk), probed)
 
-    def _cut_ready(self, batch: Any) -> tuple[Chunk, list[Any]]:
+    def _cut_ready(self, batch: object) -> tuple[Chunk, list[object]]:
         """Return this rank's chunk of a batch that comes ready made, and its pieces."""
         try:
             rows = rows_of(batch)
@@ -413,7 +413,7 @@ def compare_at_times(read: ReadBatch) -> None:
         order.compare(read.record.after, read.probed)
 
 
-def _refusing_threads(batches: Iterator[Any], name: str) -> Iterator[Any]:
+def _refusing_threads(batches: Iterator[object], name: str) -> Iterator[object]:
     """Yield batches, or raise a RuntimeError if a thread of this process reads them ahead.
 
     What it draws comes from whatever stream the training step draws from at that moment. A thread that `iter()` has
@@ -475,7 +475,7 @@ def _require_splittable_here(loader: object) -> None:
         )
 
 
-def split_batches(loader: Any, *, group: dist.ProcessGroup | None = None) -> SplitLoader:
+def split_batches(loader: object, *, group: dist.ProcessGroup | None = None) -> SplitLoader:
     """Return a loader that yields this rank's chunk of each batch of `loader`, which is the global batch.
 
     Every rank gets its contiguous chunk, in the order of one process. Chunks differ by at most one sample: 4 on 3 ranks

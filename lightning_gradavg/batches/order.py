@@ -214,7 +214,7 @@ class Order:
             return None
         return self.place.key(self.position.batches, piece, self._split.rank)
 
-    def request(self, indices: Any) -> Request | None:
+    def request(self, indices: object) -> Request | None:
         """Return what this rank loads of the batch that a sampler yields next; None if it is passed over."""
         self.asked += 1
         if self._lists_samples(indices):
@@ -386,7 +386,7 @@ class RequestSampler:
                 self.seed_workers = None
         return self._requests(order, indices)
 
-    def _requests(self, order: Order, batches: Iterator[Any]) -> Iterator[Request]:
+    def _requests(self, order: Order, batches: Iterator[object]) -> Iterator[Request]:
         has_drawn = False
         while True:
             drawing: AbstractContextManager[None] = order.drawing()

@@ -387,7 +387,7 @@ class SplitBatches(Batches):
         epoch = self.run.loop.epoch
         return [loader.records.get(epoch, number) for loader in self._loaders]
 
-    def _before_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
+    def _before_transfer(self, batch: object, dataloader_idx: int = 0) -> object:
         """Stand for the module's hook before a batch is moved. Of several pieces, `moved` calls it for each."""
         if not self.run.trainer.training:
             return self._user_hook(batch, dataloader_idx)
@@ -400,7 +400,7 @@ class SplitBatches(Batches):
         with self._before_transferring(self._arriving_piece(0), self.run.loop.total_ready):
             return self._user_hook(batch, dataloader_idx)
 
-    def _pieces_of_loaders(self, batch: Any) -> Pieces | None:
+    def _pieces_of_loaders(self, batch: object) -> Pieces | None:
         """Return the pieces of a batch, each in the structure of the loaders; None if the batch is one piece."""
         fetched = [of_loader for of_loader in self._fetched(self.run.loop.ready) if of_loader is not None]
         chunks = [of_loader.read.record.chunk for of_loader in fetched]
@@ -493,7 +493,7 @@ class SplitBatches(Batches):
             found.append(PieceOfBatch(index, piece.samples, of_piece))
         return found
 
-    def moved(self, piece: PieceOfBatch) -> Any:
+    def moved(self, piece: PieceOfBatch) -> object:
         """Return the batch of one of several pieces on the device, moved by the user's hooks.
 
         Not before it is computed: the device holds one piece at a time.
@@ -588,7 +588,7 @@ def _about_stand_ins(ranks: Sequence[int], when: str) -> str:
 class SeededByOrder(LoaderWrapper):
     """An evaluation loader that draws the seed of its workers from the order's stream, and the rest as it does."""
 
-    def __init__(self, loader: Any, drawing: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, loader: object, drawing: Callable[[], AbstractContextManager[None]]) -> None:
         super().__init__(loader, shared=False)
         self._drawing = drawing
 
@@ -614,7 +614,7 @@ def _piece_of(index: int, part: object) -> object:
 
 def _has_hooks(run: Run, *names: str) -> bool:
     """Return whether the module or its data module has one of these hooks of its own."""
-    owners: list[Any] = [run.module]
+    owners: list[object] = [run.module]
     datamodule = getattr(run.trainer, "datamodule", None)
     if datamodule is not None:
         owners.append(datamodule)

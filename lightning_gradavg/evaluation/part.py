@@ -125,7 +125,7 @@ class _LoaderOfRank(NamedTuple):
 
     pass_record: PassRecord
     is_empty: bool  # whether the rank had no batch of it
-    entries: dict[str, Any]  # what was logged for all ranks, by Lightning's key
+    entries: dict[str, object]  # what was logged for all ranks, by Lightning's key
 
 
 class ExactEvaluation(Evaluation):
@@ -206,7 +206,7 @@ class ExactEvaluation(Evaluation):
         setattr(trainer, option, 1.0)
         set_injection_of_samplers(trainer, False)
 
-    def process_dataloader(self, loader: Any) -> EvaluationLoader:
+    def process_dataloader(self, loader: object) -> EvaluationLoader:
         """Return this rank's part of an evaluation loader. A collective operation.
 
         It is dealt, unless the user shares out the data: with `Trainer(use_distributed_sampler=False)`, a true
@@ -324,7 +324,7 @@ class ExactEvaluation(Evaluation):
     def _beginning_batch(self, running: _Pass, to_device: Callable[..., Any]) -> Callable[..., Any]:
         """Return the strategy's `batch_to_device`, which begins a batch."""
 
-        def moved(batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        def moved(batch: object, device: torch.device | None = None, dataloader_idx: int = 0) -> object:
             self._begin_batch(running, dataloader_idx)
             return to_device(batch, device, dataloader_idx)
 
@@ -396,14 +396,14 @@ class ExactEvaluation(Evaluation):
 
         return ended
 
-    def _entries_to_compute(self, running: _Pass, place: int | None) -> dict[str, Any]:
+    def _entries_to_compute(self, running: _Pass, place: int | None) -> dict[str, object]:
         """Return what this rank has logged for all ranks at a place of the results, and what is not computed yet."""
         assert self._computed is not None
         for metric in self._computed.values():
             # Torchmetrics returns a value that it has computed before. A rank that has not updated the metric since
             # would not compute it with the others.
             setattr(metric, COMPUTED, None)
-        entries: dict[str, Any] = {}
+        entries: dict[str, object] = {}
         if self.run.trainer.predicting:
             return entries  # nothing is logged
         for key, entry in running.loop.results.items():

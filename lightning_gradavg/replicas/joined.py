@@ -80,7 +80,7 @@ def _rows(output: object, device: torch.device) -> list[Tensor]:
     return found
 
 
-def _with_rows(output: Any, rows: Sequence[Tensor]) -> Any:
+def _with_rows(output: object, rows: Sequence[Tensor]) -> object:
     """Return an output of the same structure with other tensors, in the order of `_rows`. None stays None."""
     remaining = iter(rows)
 

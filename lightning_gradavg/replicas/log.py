@@ -25,7 +25,7 @@ from lightning_gradavg._support.text import on_ranks
 __all__ = ["LogExchange", "ReplicaLog", "with_sync_dist"]
 
 
-def with_sync_dist(arguments: dict[str, Any]) -> dict[str, Any]:
+def with_sync_dist(arguments: dict[str, object]) -> dict[str, object]:
     """Return the arguments of `log` for a value over all ranks, as one process logs it without `sync_dist=True`, too.
 
     A value with `rank_zero_only=True` stays that of rank 0.
@@ -123,7 +123,7 @@ class ReplicaLog:
             if value.size > 0:
                 self._log(value)
 
-    def _collect(self, arguments: dict[str, Any]) -> dict[str, Any] | None:
+    def _collect(self, arguments: dict[str, object]) -> dict[str, object] | None:
         """Collect a value given to `log`; return the arguments instead if Lightning is to log them now."""
         if self._whole:
             arguments = with_sync_dist(arguments)

@@ -88,7 +88,7 @@ class OneForward(Part):
             return self._options.num_replicas
         return world_size
 
-    def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
+    def run_step(self, step: Step, batch: object, *args: Any) -> object:
         """Run a training step; return its output, whose loss has its weight."""
         (piece,) = step.batches.pieces(batch)
         batches = step.batches
@@ -150,11 +150,11 @@ class Replicas(OneForward):
         self._buffers = SharedBuffers(module, in_pieces=self._in_pieces)
         self._replace_for_training()
 
-    def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
+    def run_step(self, step: Step, batch: object, *args: Any) -> object:
         """Run all pieces of a training step; return their joined output, with the loss of the last piece."""
         assert isinstance(step.batches, SplitBatches)
         pieces = step.batches.pieces(batch)
-        outputs: list[Any] = []
+        outputs: list[object] = []
         self._buffers.begin_step()
         try:
             with self._log.collecting(), self._normalizing():
@@ -185,8 +185,8 @@ class Replicas(OneForward):
             self._buffers.require_no_count_of_samples(piece.samples, chunk.samples)
 
     def _run_piece(
-        self, step: Step, piece: PieceOfBatch, args: tuple[Any, ...], *, several: bool, is_last: bool
-    ) -> Any:
+        self, step: Step, piece: PieceOfBatch, args: tuple[object, ...], *, several: bool, is_last: bool
+    ) -> object:
         """Run the forward of a piece, and its backward unless it is the last; return what `training_step` returned."""
         batches = step.batches
         assert isinstance(batches, SplitBatches)
@@ -272,7 +272,7 @@ class Replicas(OneForward):
         self._replacements.close()
 
 
-def _detached(leaf: Any) -> Any:
+def _detached(leaf: object) -> object:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
@@ -280,7 +280,7 @@ def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
-def _samples_of_several_loaders(piece: PieceOfBatch, batch: Any) -> int:
+def _samples_of_several_loaders(piece: PieceOfBatch, batch: object) -> int:
     """Return how many samples logged values stand for where no loader's batch counts those of several.
 
     A hook may have merged them into one batch, which tells. If not, those of the first loader count, as in Lightning.
