@@ -38,6 +38,9 @@ from verified_runs import (
     Similarity,
     Step,
     Texts,
+    add_noise,
+    add_noise_of_index,
+    add_noise_of_rank,
     add_noise_to_batch,
     add_noise_to_gradients,
     add_seeded_noise_to_gradients,
@@ -52,9 +55,16 @@ from verified_runs import (
     call_with_draw_of_batch,
     call_with_draw_of_python,
     call_with_list,
+    call_with_noise_of_each,
     call_with_normalized_gradient,
     change_shard_of_rank_1,
     change_weight_of_rank_1,
+    choose_by_numpy,
+    choose_by_seed,
+    choose_client_of_rank,
+    choose_in_order_of_rank,
+    choose_more_by_rank,
+    choose_without_seed,
     clamped_mean,
     clip_norm,
     clip_norm_of_shards,
@@ -74,6 +84,7 @@ from verified_runs import (
     divide_by_count_of_all_ranks,
     divide_by_global_mean,
     drop_word_by_word,
+    flip_by_own_coin,
     freeze_first_layer,
     global_means,
     hundredth_of_ranks,
@@ -86,12 +97,14 @@ from verified_runs import (
     load_case_42,
     load_cut_by_hand,
     load_equal_samples,
+    load_opened,
     load_other_samples_by_ranks,
     load_samples_with_function,
     load_sharded_by_hand,
     load_texts,
     load_two,
     log_mean,
+    log_mean_of_all,
     log_nan_of_rank_1,
     log_own,
     log_rising_on_rank_0,
@@ -99,6 +112,7 @@ from verified_runs import (
     loss_and_temperature,
     make_adams,
     make_batch_norm,
+    make_changed_loader,
     make_clamped_layers,
     make_communication_hook,
     make_contrastive_step,
@@ -121,6 +135,7 @@ from verified_runs import (
     make_one_cycle,
     make_penalized_step,
     make_plain_loader,
+    make_rows_loader,
     make_sampler_by_halves,
     make_sampler_in_other_orders,
     make_sampler_in_turn,
@@ -388,33 +403,40 @@ EQUAL = {
     "a stream, every W-th for each": Run(loader=make_stream_loader("every W-th"), strategy=WEIGHTED_MEAN, steps=4),
     "a stream, uneven parts for each": Run(loader=make_stream_loader("uneven parts"), strategy=WEIGHTED_MEAN, steps=4),
     "a data set cut by hand": Run(loader=load_cut_by_hand),
-    "ranks that read backwards": Run(loader=load_backwards, says=["would read none of the 8 samples of step 0"]),
+    "ranks that read backwards": Run(loader=load_backwards, says=["would read 0 of the 8 samples of step 0"]),
     "a sampler that gives rank 0 the first half": Run(
         loader=make_plain_loader(make_sampler=make_sampler_by_halves), says=["would read 4 of the 8 samples of step 0"]
     ),
     "samples that are others on each number of ranks": Run(
-        loader=load_other_samples_by_ranks, says=["would read none of the 8 samples of step 0"]
+        loader=load_other_samples_by_ranks, says=["would read 0 of the 8 samples of step 0"]
     ),
     "a stream whose samples rank 1 moves": Run(
         loader=make_stream_loader("every W-th", read_moved), says=["would read 4 of the 8 samples of step 0"]
     ),
-    "a sampler in an order of each rank's own": Run(
-        loader=make_plain_loader(make_sampler=make_sampler_in_other_orders),
-        says=["of the 8 samples of step 0"],
-    ),
     "a sampler of your own": Run(loader=make_plain_loader(make_sampler=make_sampler_in_turn)),
+    # Data sets that every rank makes for itself.
+    "a split that follows from a seed": make_sampled_run(loader=make_rows_loader(choose_by_seed)),
+    "clients that rank by rank have rows of their own": Run(loader=make_rows_loader(choose_client_of_rank)),
+    "noise of a data set by two generators": make_sampled_run(loader=make_changed_loader(add_noise)),
+    "noise of a data set that keeps it": make_sampled_run(loader=make_changed_loader(add_noise, caches=True)),
+    "noise of a data set by a generator for each index": make_sampled_run(
+        loader=make_changed_loader(add_noise_of_index)
+    ),
+    "a coin of a data set that follows no seed": make_sampled_run(loader=make_changed_loader(flip_by_own_coin)),
+    "a file that a worker opens": make_sampled_run(loader=load_opened),
     # Random numbers that all ranks draw behind one seed, of the shape of weights.
     "noise of a hook that transfers batches": Run(hooks={"on_after_batch_transfer": add_noise_to_batch}),
     "seeded noise of gradients": Run(hooks={"on_before_optimizer_step": add_seeded_noise_to_gradients}),
     "Langevin steps by a generator with a seed": Run(optimizer=make_seeded_langevin),
+    "noise by a generator for each sample": make_sampled_run(step=make_step(call_with_noise_of_each)),
     # Logged values.
     "a value that each rank logs for itself": make_sampled_run(
-        step=log_own, says=["note: a logged value differs", "`loss` is another on each rank", "logged values      note"]
+        step=log_own, says=["note: a logged value differs", "`loss` is that of one rank", "logged values      note"]
     ),
     "a value that is logged within a window": make_sampled_run(
         step=log_mean,
         window=2,
-        says=["`loss` is that of a micro-batch, and is not compared", "logged values      note"],
+        says=["or of one micro-batch, and is not compared", "logged values      note"],
     ),
     # Types.
     "a weight of float32 numbers": Run(
@@ -499,7 +521,23 @@ DIFFERENT = {
         loader=make_plain_loader(15),
         says=["DIFFERENT from one process with batch 8. Your loader's batch is 4, so one process takes twice as many"],
     ),
-    "unread samples: sharded by hand and by the sampler": make_sampled_run(loader=load_sharded_by_hand),
+    "different data sets: sharded by hand and by the sampler": make_sampled_run(loader=load_sharded_by_hand),
+    "different data sets: a split that follows no seed": make_sampled_run(
+        loader=make_rows_loader(choose_without_seed),
+        says=["they differ in `sample[0]`", "on every rank: seed what splits"],
+    ),
+    "different data sets: a permutation by NumPy": make_sampled_run(
+        loader=make_rows_loader(choose_by_numpy, shuffle=True)
+    ),
+    "different data sets: listed in another order": make_sampled_run(loader=make_rows_loader(choose_in_order_of_rank)),
+    "different data sets: of other lengths": make_sampled_run(loader=make_rows_loader(choose_more_by_rank)),
+    "different data sets: under a coin that follows no seed": make_sampled_run(
+        loader=make_changed_loader(flip_by_own_coin, choose_without_seed), says=["they differ in `sample[1]`"]
+    ),
+    "different data sets: in a worker": make_sampled_run(
+        loader=make_changed_loader(add_noise, choose_by_numpy, num_workers=1)
+    ),
+    "different data sets: noise by the rank": make_sampled_run(loader=make_changed_loader(add_noise_of_rank)),
     # Layers and losses that a split of the batch changes.
     "batch norm: case 42": Run(lambda: nn.BatchNorm1d(1), mean_product, load_case_42, steps=1),
     "batch norm: windows": Run(make_batch_norm, loader=THREE_BATCHES, strategy=GradAvgStrategy, window=3, steps=1),
@@ -684,6 +722,7 @@ DIFFERENT = {
         make_layers_with_buffer, hooks={"on_train_batch_start": add_up_count_of_batches}
     ),
     "logged value: NaN of one rank": make_sampled_run(step=log_nan_of_rank_1),
+    "logged value: a mean of means": Run(step=log_mean, loader=UNEVEN, strategy=WEIGHTED_MEAN),
     "logged value: summed over the ranks": make_sampled_run(
         step=log_sum_over_ranks, factor=2.0, says=["in the logged values", "the training is the same"]
     ),
@@ -762,7 +801,6 @@ DIFFERENT = {
         hooks={"configure_model": shard_first_layer},
         says=[
             "parameter `net.2.",
-            "Nothing averages its gradient: call fully_shard on the root module",
         ],
     ),
     "unsynchronised replicas: rates of shards": Run(strategy=sharded(), hooks=SHARDS, optimizer=make_sgd_by_rank),
@@ -773,7 +811,7 @@ DIFFERENT = {
         make_layers_with_buffer,
         strategy=SHARDED_MEAN,
         hooks={**SHARDS, "on_train_batch_start": count_batches_on_rank_1},
-        says=["buffer `net.seen`: 1 on rank 1, 0 on rank 0. fully_shard sends no buffers to other ranks"],
+        says=["buffer `net.seen`: 1 on rank 1, 0 on rank 0"],
     ),
 }
 
@@ -804,7 +842,9 @@ ADVICE: Mapping[str, Mapping[str, Any]] = {
     },
     "duplicated stream": {"strategy": SPLIT},
     "padding": {"strategy": SPLIT},
-    "unread samples: sharded by hand and by the sampler": {"trainer": {"use_distributed_sampler": False}},
+    "different data sets: sharded by hand and by the sampler": {"trainer": {"use_distributed_sampler": False}},
+    "different data sets: a split that follows no seed": {"loader": make_rows_loader(choose_by_seed)},
+    "different data sets: noise by the rank": {"loader": make_changed_loader(add_noise_of_index)},
     "batch norm: under Lightning's sampler": {"strategy": SINGLE_DEVICE},
     "non-decomposable loss: global means that are weighed": {"strategy": ours()},
     "non-decomposable loss: contrastive": {"step": contrast_with_all},
@@ -835,6 +875,7 @@ ADVICE: Mapping[str, Mapping[str, Any]] = {
     "optimizer options: weight decay": {"optimizer": make_sgd},
     "weights beside the gradient: an average": {"hooks": {"on_train_batch_end": average_weights}},
     "buffers of one rank: of its samples": {"hooks": {"on_train_batch_start": count_samples_of_all_in_buffer}},
+    "logged value: a mean of means": {"step": log_mean_of_all},
     "logged value: summed over the ranks": {"step": log_mean},
 }
 
@@ -884,7 +925,7 @@ NOT_SHOWN = {
         strategy=with_hook(make_communication_hook(lambda bucket: bucket + 1e-6 * torch.rand(len(bucket))))
     ),
     "collate_fn draws random numbers": make_sampled_run(loader=make_plain_loader(collate_fn=collate_in_random_order)),
-    "a batch of another size draws other random numbers (aten.bernoulli_)": make_sampled_run(
+    "a batch of another size or rank draws other random numbers (aten.bernoulli_)": make_sampled_run(
         make_words, drop_word_by_word, load_texts, says=["; drawn in ", "dropout(row"]
     ),
     # Schedulers.
@@ -902,13 +943,18 @@ NOT_SHOWN = {
     "their positions in the batch": Run(step=weigh_by_position),
     "the user's own sum": Run(step=make_manual_step(every=2), loader=THREE_BATCHES, steps=1, is_manual=True),
     # Loaders.
+    "in the compared steps the ranks read some samples twice": Run(
+        loader=make_plain_loader(make_sampler=make_sampler_in_other_orders)
+    ),
     "use one DataLoader": make_sampled_run(step=mean_loss_of_first_loader, loader=load_two),
     "no collate_fn makes the loader's batches": Run(loader=load_batches_without_collating),
     "a sample cannot be copied": make_sampled_run(loader=load_samples_with_function),
-    "by a sampler of your own, the ranks read 28 samples": Run(
+    "the samplers of the ranks read 28 samples in an epoch, and that of one process 32": Run(
         loader=make_plain_loader(make_sampler=make_sampler_that_leaves_out)
     ),
-    "an epoch reads 1 sample twice": make_sampled_run(loader=make_plain_loader(31)),
+    "the samplers of the ranks read 32 samples in an epoch, and that of one process 31": make_sampled_run(
+        loader=make_plain_loader(31)
+    ),
 }
 
 

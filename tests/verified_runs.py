@@ -6,12 +6,14 @@ A row is built on every rank of a run, and again in the one process that judges 
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
@@ -23,7 +25,15 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.functional import cross_entropy, dropout, pad, softplus
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    random_split,
+)
 from toys import GATHERS
 
 from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy, gather, global_mean
@@ -268,6 +278,15 @@ def call_with_draw_of_python(net: nn.Module, x: Tensor) -> Tensor:
 def call_with_draw_of_batch(net: nn.Module, x: Tensor) -> Tensor:
     """Draw one number for a whole batch."""
     return net(x * torch.rand(1))
+
+
+def call_with_noise_of_each(net: nn.Module, x: Tensor) -> Tensor:
+    """Add noise to each sample, by a generator that is seeded for it."""
+    noise = []
+    for row in x:
+        generator = torch.Generator().manual_seed(int(1000 * row.abs().sum()))
+        noise.append(torch.randn(6, generator=generator))
+    return net(x + torch.stack(noise))
 
 
 def call_with_normalized_gradient(net: nn.Module, x: Tensor) -> Tensor:
@@ -575,6 +594,11 @@ def log_mean(module: Any, batch: Any) -> Tensor:
     loss = mean_loss(module, batch)
     module.log("loss", loss, sync_dist=True)
     return loss
+
+
+def log_mean_of_all(module: Any, batch: Any) -> Tensor:
+    module.log("loss", global_mean(sum_loss(module, batch).detach(), len(batch[0])))
+    return mean_loss(module, batch)
 
 
 def log_own(module: Any, batch: Any) -> Tensor:
@@ -1005,6 +1029,108 @@ def load_cut_by_hand() -> DataLoader[Any]:
     inputs, classes = make_samples(32)
     own = slice(rank(), None, world_size())
     return DataLoader(TensorDataset(inputs[own], classes[own]), batch_size=4)
+
+
+def make_rows_loader(choose: Callable[[], Sequence[int]], **options: Any) -> MakeLoader:
+    """Return what makes a loader of the rows of 64 that a function chooses when the data set is made."""
+    return lambda: DataLoader(Subset(TensorDataset(*make_samples(64)), choose()), 4, **options)
+
+
+def choose_by_seed() -> Sequence[int]:
+    rows, _ = random_split(TensorDataset(torch.arange(64)), [40, 24], torch.Generator().manual_seed(7))
+    return rows.indices
+
+
+def choose_without_seed() -> Sequence[int]:
+    seed = int.from_bytes(os.urandom(4), "little")
+    rows, _ = random_split(TensorDataset(torch.arange(64)), [40, 24], torch.Generator().manual_seed(seed))
+    return rows.indices
+
+
+def choose_by_numpy() -> Sequence[int]:
+    return np.random.default_rng().permutation(64)[:40].tolist()
+
+
+def choose_in_order_of_rank() -> Sequence[int]:
+    """Return rows as of files that are listed in another order on each rank, which differs late."""
+    return [*range(16), *torch.arange(16, 40).roll(rank()).tolist()]
+
+
+def choose_more_by_rank() -> Sequence[int]:
+    return range(40 + 8 * rank())
+
+
+def choose_client_of_rank() -> Sequence[int]:
+    """Return the rows of a client for each rank, some of which both have."""
+    return range(16 * rank(), 32 + 16 * rank())
+
+
+class ChangedRows(Dataset[Any]):
+    """Rows of which a function changes the inputs whenever one is loaded, and keeps what it makes if it `caches`."""
+
+    def __init__(self, change: Callable[[Tensor, int], Tensor], rows: Sequence[int], *, caches: bool) -> None:
+        self.change = change
+        self.rows = [make_rows(64)[row] for row in rows]
+        self.caches = caches
+        self.cache: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.cache:
+            return self.cache[index]
+        inputs, label = self.rows[index]
+        sample = self.change(inputs, index), label
+        if self.caches:
+            self.cache[index] = sample
+        return sample
+
+
+def make_changed_loader(
+    change: Callable[[Tensor, int], Tensor],
+    choose: Callable[[], Sequence[int]] = choose_by_seed,
+    *,
+    caches: bool = False,
+    **options: Any,
+) -> MakeLoader:
+    return lambda: DataLoader(ChangedRows(change, choose(), caches=caches), 4, **options)
+
+
+def flip_by_own_coin(inputs: Tensor, _: int) -> Tensor:
+    """Flip one row in two, by a generator that follows no seed."""
+    return inputs.flip(0) if np.random.default_rng().random() < 0.5 else inputs
+
+
+def add_noise_of_rank(inputs: Tensor, index: int) -> Tensor:
+    return inputs + torch.randn(6, generator=torch.Generator().manual_seed(1000 * rank() + index))
+
+
+def add_noise_of_index(inputs: Tensor, index: int) -> Tensor:
+    return inputs + torch.randn(6, generator=torch.Generator().manual_seed(index))
+
+
+def add_noise(inputs: Tensor, _: int) -> Tensor:
+    return inputs + torch.randn(6) + random.random()
+
+
+class OpenedRows(Dataset[Any]):
+    """The bytes of a file that is opened when the first row is loaded."""
+
+    def __init__(self) -> None:
+        self.file: Any = None
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        if self.file is None:
+            self.file = np.memmap(__file__, np.uint8, "r")
+        return torch.tensor(self.file[6 * index : 6 * index + 6] / 256), index % 3
+
+
+def load_opened() -> DataLoader[Any]:
+    return DataLoader(OpenedRows(), 4, num_workers=1)
 
 
 # Hooks of the name `configure_model`, which shard the net.

@@ -35,12 +35,9 @@ class Cause(NamedTuple):
         return self.code + trainer_in_diff({**given, **self.strategy})
 
 
-def _read_causes() -> dict[str, Cause]:
-    content = yaml.safe_load(Path(__file__).with_name("causes.yaml").read_text("utf-8"))
-    return {name: Cause(**fields) for name, fields in content.items()}
+_TEXTS = Path(__file__).with_name("causes.yaml").read_text("utf-8")
 
-
-CAUSES: Mapping[str, Cause] = _read_causes()
+CAUSES: Mapping[str, Cause] = {name: Cause(**fields) for name, fields in yaml.safe_load(_TEXTS).items()}
 
 
 def explanation(name: str) -> str:

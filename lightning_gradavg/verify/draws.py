@@ -32,8 +32,8 @@ _DRAWN_WITHIN = ("rrelu", "attention", "rnn")
 def of_no_sample(operator: str, line: str = "") -> str:
     """Return why a draw cannot be compared that every rank makes for itself."""
     return (
-        f"one draw for a whole batch ({operator}): it belongs to no sample; every rank draws its own, and one process"
-        f" draws one{_drawn_in(line)}"
+        f"one draw for a whole batch ({operator}): it belongs to no sample, or to a generator of your own; every rank"
+        f" draws its own, and one process draws otherwise{_drawn_in(line)}"
     )
 
 
@@ -91,7 +91,10 @@ class Draws(TorchDispatchMode):
         return self._recorded_or_drawn_again(func, result)
 
     def _recorded_or_drawn_again(self, func: Any, result: Any) -> Any:
-        """Note what an operator drew, and return it, or what the parts of the batch drew, joined."""
+        """Note what an operator drew, and return it, or what the parts of the batch drew, joined.
+
+        What cannot be joined stays. A generator that is seeded for each sample draws the same on one process.
+        """
         operator = str(func.overloadpacket)
         line = running_line()
         if not isinstance(result, Tensor) or any(part in operator for part in _DRAWN_WITHIN):
@@ -108,7 +111,8 @@ class Draws(TorchDispatchMode):
         for part in self.parts:
             draws = part[position : position + 1]
             if not draws or draws[0].operator != operator or draws[0].numbers.ndim != result.ndim:
-                self.problem = f"a batch of another size draws other random numbers ({operator}){_drawn_in(line)}"
+                problem = f"a batch of another size or rank draws other random numbers ({operator})"
+                self.problem = problem + _drawn_in(line)
                 return result
             numbers.append(draws[0].numbers.to(result.dtype))
         joined = _joined(numbers, result.detach())

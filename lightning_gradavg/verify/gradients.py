@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torch import Tensor
-
 from lightning_gradavg.verify.evidence import Evidence
 from lightning_gradavg.verify.records import Record, Refused
 from lightning_gradavg.verify.sketches import gap_between
@@ -88,15 +86,11 @@ def _of_combination(evidence: Evidence) -> Explanation | None:
 
 def _of_shares(evidence: Evidence, *, is_mean: bool) -> Explanation:
     """Return what to say of a gradient that is a combination of the parts, but not the right one."""
-    right_shares = next(iter(evidence.right.values()))
-    detail = f"one process weights the micro-batches by {_listed(right_shares)}, but the run weights them"
+    right_shares = ", ".join(f"{share:.4g}" for share in next(iter(evidence.right.values())).tolist())
+    detail = f"one process weights the micro-batches by {right_shares}, but the run weights them"
     if is_mean:
         return Explanation("mean of means", f"{detail} equally: the ranks' losses have different numbers of terms")
-    shares = evidence.solved_shares(evidence.reduced)
-    how = "otherwise"
-    if shares is not None:
-        how = f"by {_listed(shares)}"
-    return Explanation("counts", f"{detail} {how}: the weights are not the numbers of terms")
+    return Explanation("counts", f"{detail} otherwise: the weights are not the numbers of terms")
 
 
 def _of_multiple(evidence: Evidence, factors: Sequence[float]) -> Explanation | None:
@@ -134,7 +128,3 @@ def _changed_by(record: Record) -> str:
     if not record.comm_hook:
         return ""
     return f". The gradients go through the communication hook `{record.comm_hook}`"
-
-
-def _listed(numbers: Tensor) -> str:
-    return ", ".join(f"{number:.4g}" for number in numbers.tolist())

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from operator import attrgetter
 
-from torch import Tensor
-
 from lightning_gradavg.verify.comparison import Seen, compare_records, stages_with_numbers
 from lightning_gradavg.verify.evidence import Evidence
 from lightning_gradavg.verify.gradients import Explanation, explain_gradient
@@ -99,15 +97,16 @@ class _Judge:
         equal_steps = steps
         remarks = list(self._records[0].remarks)
         stages = tuple(STAGES)  # that can be compared
-        for record in (alone, *self._records):
-            if record.draws_problem:
-                # Ranks draw other numbers than one process then, so what depends on them differs for no other reason.
-                stages = _BESIDE_DRAWS
-                remarks.append(record.draws_problem)
+        draws = [record.draws_problem for record in (alone, *self._records) if record.draws_problem]
         findings: list[Finding] = []
         try:
-            findings += self._differences_between_ranks(stages)
             seen = self._first_difference(alone, stages)
+            if draws and (seen or any(not finding.note for finding in self._logged_differences(alone, steps))):
+                # Ranks may draw other numbers than one process, so what depends on them differs for no other reason.
+                stages = _BESIDE_DRAWS
+                remarks += draws
+                seen = self._first_difference(alone, stages)
+            findings += self._differences_between_ranks(stages)
             if seen is not None:
                 equal_steps = seen.step
                 findings.append(self._finding(seen))
@@ -224,10 +223,6 @@ class _Judge:
         cause = "unsynchronised replicas"
         if seen.stage == "buffers":
             cause = "buffers of one rank"
-            if self._facts.sharded:
-                detail += ". fully_shard sends no buffers to other ranks"
-        elif self._facts.sharded and seen.stage == "reduced gradient":
-            detail += ". Nothing averages its gradient: call fully_shard on the root module, too"
         return Finding(cause, seen.stage, detail, seen.step)
 
     def _logged_differences(self, alone: Record, compared_steps: int) -> list[Finding]:
@@ -242,12 +237,10 @@ class _Judge:
             found = {}
             expected = {}
             for name, value in first.items():
-                detail = ""
-                if not all(_is_alike(logged.get(name), value) for logged in others):
-                    detail = f"`{name}` is another on each rank, and is not compared: log it with sync_dist=True"
-                elif len(self._records[0].steps[position].batches) > 1:
-                    detail = f"`{name}` is that of a micro-batch, and is not compared: verify without accumulation"
-                if detail:
+                # A NaN is alike on all ranks, too, as where `sync_dist` averages that of one rank.
+                is_of_all = all(name in logged and not gaps_of(logged[name], value).any() for logged in others)
+                if not is_of_all or len(self._records[0].steps[position].batches) > 1:
+                    detail = f"`{name}` is that of one rank or of one micro-batch, and is not compared"
                     notes = notes or [Finding("logged value", "logged values", detail, position, note=True)]
                 elif name in step.logged:
                     found[name] = value
@@ -259,20 +252,13 @@ class _Judge:
         return notes
 
 
-def _is_alike(value: Tensor | None, expected: Tensor) -> bool:
-    # A NaN is alike on all ranks, too, as where `sync_dist` averages that of one rank.
-    return value is not None and not gaps_of(value, expected).any()
-
-
 def _stages_beside(first: Finding, findings: Sequence[Finding]) -> dict[str, str]:
     """Return the stages of step 0 that differ beside the first finding, as a report has them.
 
     Ranks may differ from one another in one stage of a step, and from one process in an earlier one. Of later steps,
     the stages of step 0, which a report lists, are equal.
     """
-    if first.step > 0:
-        return {}
-    return {finding.stage: "differs" for finding in findings if finding.step == 0}
+    return {finding.stage: "differs" for finding in findings if finding.step == first.step == 0}
 
 
 def _place_in_run(finding: Finding) -> tuple[int, bool]:

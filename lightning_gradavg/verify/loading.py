@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import pickle
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, IterableDataset
 
+from lightning_gradavg._lightning.loaders import distributed_sampler
 from lightning_gradavg._support.random_state import (
     drawing_from,
     random_state,
@@ -24,7 +26,7 @@ from lightning_gradavg._support.random_state import (
     same_random_state,
     stream_key,
 )
-from lightning_gradavg._support.tree import bits
+from lightning_gradavg._support.tree import bits, digest_of, leaves
 from lightning_gradavg.verify.borders import pieces_of, sources_of
 from lightning_gradavg.verify.records import EpochReading, RankBatch, RecordedPiece, SampleId
 
@@ -34,8 +36,8 @@ NO_COLLATE_FN = (
     "no collate_fn makes the loader's batches, so their samples are unknown: use one DataLoader with a batch_size"
 )
 
-_SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)
-"""Those that read every sample once."""
+_PROBED_SAMPLES = 8
+"""So many samples of a data set are compared between the ranks."""
 
 
 class _Packer(pickle.Pickler):
@@ -161,10 +163,36 @@ def read_epoch(loader: Any, batches: Sequence[Sequence[SampleId]] = ()) -> Epoch
     batch_size = 0
     if batches:
         batch_size = len(batches[0])
-    length: int | None = None
+    length = math.nan
     # Any other batch sampler may read what it likes, as often as it likes.
     if type(getattr(loader, "batch_sampler", None)) is BatchSampler:
         with suppress(Exception):  # of the user's sampler
             length = len(loader.sampler)
-    own_sampler = not isinstance(getattr(loader, "sampler", None), _SAMPLERS)
-    return EpochReading(samples, batch_size, length, own_sampler)
+    held: Mapping[str, Sequence[bytes]] = {}
+    with suppress(Exception):  # of the user's data set, or a stream has no indices
+        held = _held_by(loader.dataset)
+    return EpochReading(samples, batch_size, length, distributed_sampler(loader) is not None, held)
+
+
+def _held_by(dataset: Any) -> dict[str, list[bytes]]:
+    """Return digests of the parts of some samples of a data set, by their place, such as "sample[0]".
+
+    All are loaded three times, each sample from one random state. A part of which any differs draws from a generator of
+    its own, and is left out.
+    """
+    first, *others = [_digests(dataset) for _ in range(3)]
+    return {place: digests for place, digests in first.items() if all(other.get(place) == digests for other in others)}
+
+
+def _digests(dataset: Any) -> dict[str, list[bytes]]:
+    samples = _SeededDataset(dataset)
+    held: dict[str, list[bytes]] = {}
+    for number in range(_PROBED_SAMPLES):
+        sample = samples[number * (len(dataset) - 1) // (_PROBED_SAMPLES - 1)]
+        for place, part in leaves(sample, "sample", is_leaf=_is_list):
+            held.setdefault(place, []).append(digest_of(part, bits, size=12))
+    return held
+
+
+def _is_list(part: object) -> bool:
+    return isinstance(part, list)  # as of tokens

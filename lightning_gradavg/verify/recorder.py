@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -136,6 +137,8 @@ class Recorder(Callback):
         self.trainer = trainer
         self.module = pl_module
         self._loader = loader_of_user(trainer)
+        if self._reads:
+            self.record.reading = read_epoch(self._loader)  # now, as `teardown` may close files
         for config in trainer.lr_scheduler_configs:
             config.strict = False  # nothing is validated, and ReduceLROnPlateau may monitor a validation metric
             if config.reduce_on_plateau:
@@ -236,7 +239,8 @@ class Recorder(Callback):
         output = user_step(*args, **kwargs)
         _, *others_after = random_state()
         if others_before != others_after:
-            self.mode.problem = self.mode.problem or of_no_sample("a generator of Python or NumPy")
+            # Here all draw the same numbers, so that all else can be compared.
+            self.record.remarks.append(of_no_sample("a generator of Python or NumPy"))
         rank_batch.weight = loss_and_weight(output).weight
         return output
 
@@ -312,8 +316,6 @@ class Recorder(Callback):
             if problem:
                 self.record.problem = problem
                 break
-        if self._reads and not self.record.problem:
-            self.record.reading = read_epoch(self._loader)
 
 
 def _has_statistics_of_one_rank(layer: nn.Module) -> bool:
@@ -325,10 +327,7 @@ def _has_statistics_of_one_rank(layer: nn.Module) -> bool:
 
 def _tensors_of(optimizer: Optimizer) -> list[Tensor]:
     """Return what an optimizer holds."""
-    tensors: list[Tensor] = []
-    for group in optimizer.param_groups:
-        tensors += group["params"]
-    return tensors
+    return list(chain(*(group["params"] for group in optimizer.param_groups)))
 
 
 def _unregistered_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:

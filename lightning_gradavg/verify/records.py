@@ -151,14 +151,16 @@ class EpochReading:
     Attributes:
         samples: The first samples, by what they are, as many as one process reads in the compared steps.
         batch_size: The number of samples in a batch; 0 if it is not known.
-        length: The number of samples that the sampler reads; None if it is not known.
-        own_sampler: Whether a sampler is none of torch's, and may leave out or repeat samples on purpose.
+        length: The number of samples that the sampler reads; NaN if it is not known.
+        deals_indices: Whether a sampler deals the indices of one data set to several ranks.
+        held: Digests of some samples of this rank's data set, by the place of each part, such as the label.
     """
 
     samples: Sequence[SampleId] = ()
     batch_size: int = 0
-    length: int | None = None
-    own_sampler: bool = False
+    length: float = math.nan
+    deals_indices: bool = False
+    held: Mapping[str, Sequence[bytes]] = field(default_factory=dict)
 
 
 @dataclass

@@ -105,13 +105,14 @@ def _all_gather_into_tensor(output_tensor: Tensor, input_tensor: Tensor, *_: obj
 @contextmanager
 def world_of_one() -> Iterator[None]:
     """Give the user's code a process group of one rank to ask."""
-    replaced: dict[str, Any] = {"all_gather": _all_gather}
-    for name in ("all_gather_into_tensor", "all_gather_single"):  # the second is the name from torch 2.13 on
-        if hasattr(dist, name):
-            replaced[name] = _all_gather_into_tensor
+    replaced: dict[str, Any] = {
+        "all_gather": _all_gather,
+        "all_gather_into_tensor": _all_gather_into_tensor,
+        "all_gather_single": _all_gather_into_tensor,  # the name from torch 2.13 on
+    }
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with mock.patch.multiple(dist, **replaced):
+        with mock.patch.multiple(dist, create=True, **replaced):
             yield
     finally:
         dist.destroy_process_group()

@@ -99,8 +99,8 @@ UNKNOWN_BASELINE = Baseline()
 """That of a run without a step."""
 
 _NOT_COVERED = (
-    "Not covered: a seed that all ranks share (here every sample draws its own numbers), data that each rank makes for"
-    " itself, a number of steps that you compute by hand, what goes wrong in 16 bits alone, and later steps."
+    "Not covered: seeds of your script, shared or missing (here verify seeds, and every sample draws its own numbers),"
+    " a number of steps that you compute by hand, what goes wrong in 16 bits alone, and later steps."
 )
 """What a run of the same verdict may still get wrong."""
 
@@ -220,7 +220,11 @@ class Report:
         lines.append("")
         for stage, status in self.stages.items():
             lines.append(f"  {stage:18} {status}")
-        lines += ["", self._footer()]
+        lines.append(
+            f"\n{self.strategy}, reduction {self.reduction!r}, ranks: {self.world_size}, optimizer steps: {self.steps},"
+            f" both runs in precision {self.precision}; values count as equal if their relative difference is at most"
+            f" {self.tolerance:g}."
+        )
         if self.equal:
             lines.append(_NOT_COVERED)
         text = "\n".join(lines)
@@ -229,14 +233,6 @@ class Report:
             text = text.replace("GradAvgStrategy", "GradAvgModelParallelStrategy")
         return text
 
-    def _footer(self) -> str:
-        """Return what was compared, and what counts as equal."""
-        return (
-            f"{self.strategy}, reduction {self.reduction!r}, ranks: {self.world_size}, optimizer steps: {self.steps},"
-            f" both runs in precision {self.precision}; values count as equal if their relative difference is at most"
-            f" {self.tolerance:g}."
-        )
-
     def _headlines(self) -> list[str]:
         """Return the verdict with the run that it is about, and on a line of its own where and why that is so."""
         first = self.first
@@ -244,11 +240,7 @@ class Report:
             place = f"{first.place}: {CAUSES[first.cause].plain} ({first.cause})."
             return [f"DIFFERENT from {self.baseline}", place]
         if not self.equal:
-            missing = [stage for stage, status in self.stages.items() if status == "not compared"]
-            lines = [f"NOT SHOWN to equal {self.baseline}"]
-            if missing:
-                lines.append(f"Not compared: {', '.join(missing)}.")
-            return lines
+            return [f"NOT SHOWN to equal {self.baseline}"]
         return [f"EQUAL to {self.baseline}"]
 
 

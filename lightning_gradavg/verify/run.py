@@ -15,15 +15,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial, partialmethod
-from unittest import mock
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradavg._support.arguments import as_count
 from lightning_gradavg.verify.judge import judge
@@ -114,9 +112,6 @@ def _rank(target: Target, rank: int, settings: Settings, folder: str) -> Record:
         strategy = resolve_strategy(options.get("strategy") or "ddp")
         recorder = Recorder(settings.steps, settings.precision)
         options = {**options, "devices": settings.devices}
-        # It takes one copy of the gradients less, unless the user says otherwise.
-        with_views = partialmethod(DistributedDataParallel.__init__, gradient_as_bucket_view=True)
-        with mock.patch.object(DistributedDataParallel, "__init__", with_views):
-            return record_run(recorder, strategy, options, module, data)
+        return record_run(recorder, strategy, options, module, data)
     finally:
         dist.destroy_process_group()

@@ -117,9 +117,6 @@ def on_mesh_of_one() -> Iterator[None]:
     """
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     sharded = class_of_sharded_modules()
-    ignored: dict[str, Any] = {}
-    for name in _OF_SUMS_OVER_RANKS:
-        if hasattr(sharded, name):
-            ignored[name] = _ignore
-    with mock.patch.multiple(sharded, **ignored), mock.patch.object(LightningModule, "device_mesh", mesh):
+    ignored: dict[str, Any] = dict.fromkeys(_OF_SUMS_OVER_RANKS, _ignore)
+    with mock.patch.multiple(sharded, create=True, **ignored), mock.patch.object(LightningModule, "device_mesh", mesh):
         yield

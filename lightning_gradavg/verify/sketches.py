@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = [
     "NEGLIGIBLE",
@@ -49,15 +49,12 @@ def sketch(tensor: Tensor) -> Tensor:
         return elements.to(device="cpu", dtype=torch.float64, copy=True)
     half = _SKETCHED_NUMBERS // 2
     positions = torch.linspace(0, elements.numel() - 1, half, dtype=torch.float64, device=elements.device).long()
-    # The elements are rows of `half` numbers, and a rest. Every row is added to the sums with a sign of its own. One
-    # part after the other is converted to float64, so there is never a float64 copy of the whole tensor.
-    rows = elements[: elements.numel() // half * half].view(-1, half)
-    rest = elements[rows.numel() :].double()
-    signs = _signs(len(rows)).to(elements.device)
+    # The elements are rows of `half` numbers. Every row is added to the sums with a sign of its own. One part after the
+    # other is converted to float64, so there is never a float64 copy of the whole tensor.
+    rows = nn.functional.pad(elements, (0, -elements.numel() % half)).view(-1, half)
     sums = elements.new_zeros(half, dtype=torch.float64)
-    sums[: len(rest)] = rest
-    for signs_of_part, part in zip(signs.split(half), rows.split(half), strict=True):
-        sums += signs_of_part @ part.double()
+    for signs, part in zip(_signs(len(rows)).split(half), rows.split(half), strict=True):
+        sums += signs.to(elements.device) @ part.double()
     return torch.cat([elements[positions].double(), sums * math.sqrt(half / elements.numel())]).cpu()
 
 

@@ -221,7 +221,7 @@ class Target:
         if not isinstance(module, LightningModule):
             raise TypeError(
                 "verify needs a lightning.pytorch.LightningModule, or a function that returns one;"
-                f" got {module!r} of type {type(module).__name__}"
+                f" got a {type(module).__name__}"
             )
         if data is None and not is_overridden("train_dataloader", module):
             raise ValueError(
