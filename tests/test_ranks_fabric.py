@@ -175,6 +175,10 @@ def test_a_hook_that_gets_no_bucket():
         loop.backward(model(x).mean(), weight=len(x))
 
 
+@pytest.mark.skipif(
+    torch.backends.cuda.is_built() and not torch.cuda.is_available(),
+    reason="a CUDA build of torch makes a stream of the GPU for the optimizer first",
+)
 @on_ranks()
 def test_torch_refuses_an_optimizer_in_the_backward():
     """It would step before the rule is applied. DDP registers a hook of its own for it, beside the rule's."""
@@ -183,9 +187,7 @@ def test_torch_refuses_an_optimizer_in_the_backward():
         from torch.distributed.optim import _apply_optimizer_in_backward  # noqa: PLC0415  # as above
     _, _, model, x = begin()
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1.0})
-    # A CUDA build of torch, on a machine without a GPU, makes a stream for the optimizer first.
-    refusals = "register_comm_hook or register_builtin_comm_hook can only be called once|support create a new Stream"
-    with pytest.raises(RuntimeError, match=refusals):
+    with pytest.raises(RuntimeError, match="register_comm_hook or register_builtin_comm_hook can only be called once"):
         model(x)
 
 
