@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from faults import FAULTS
 from faulty_runs import run_ranks, train_sharded
 from lightning.pytorch import Callback, Trainer
-from ranks import NEEDS_SHARDS_ON_CPU, grid, make_trainer, on_ranks
+from ranks import NEEDS_SHARDS_ON_CPU, covering, make_trainer, on_ranks
 from torch import Tensor
 from toys import Toy, make_loader
 
@@ -287,6 +288,25 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "data_parallel": ({"equivalent_to": "data_parallel"}, {"reload_dataloaders_every_n_epochs": 1}),
 }
+# Calls that were taken for Lightning's: of a loader of the run before its first batch, and of a run that is resumed,
+# whose loaders are replaced in each epoch.
+IN_EVERY_RUN = [
+    ("data_parallel", "process_dataloader", "on_train_batch_start"),
+    ("data_parallel", "save_checkpoint, load_checkpoint", "on_train_batch_start"),
+]
+
+
+def make_parameters_of_calls() -> list[Any]:
+    """Return all combinations of `ALONE`, `CALLS` and `HOOKS`; those not full hold each value, and `IN_EVERY_RUN`."""
+    factors = ([*ALONE], [*CALLS], HOOKS)
+    in_every_run = [*covering(*factors, strength=1), *IN_EVERY_RUN]
+    parameters = []
+    for combination in product(*factors):
+        marks = []
+        if combination not in in_every_run:
+            marks.append(pytest.mark.full)
+        parameters.append(pytest.param(*combination, marks=marks))
+    return parameters
 
 
 class Evaluated(Toy):
@@ -326,7 +346,7 @@ def undisturbed(world):
     return functools.cache(lambda how: world(2).run(train_calling_alone, *ALONE[how])[0])
 
 
-@pytest.mark.parametrize(("how", "call", "hook"), grid([*ALONE], [*CALLS], HOOKS, strength=1))
+@pytest.mark.parametrize(("how", "call", "hook"), make_parameters_of_calls())
 def test_a_method_that_one_rank_calls_is_no_event(world, tmp_path, undisturbed, how, call, hook):
     """The run goes on as if the method had not been called: a public method tells the strategy nothing of training."""
     expected = undisturbed(how)
