@@ -339,6 +339,14 @@ def fail_within(optimizer: Any) -> None:
         optimizer.step(lambda: fail(optimizer))
 
 
+def fail_before_within(optimizer: Any) -> None:
+    """Catch what a hook raises in a step within the closure, whose groups are scaled by then."""
+    hook = optimizer.register_step_pre_hook(lambda *_: fail(optimizer))
+    with suppress(KeyError):
+        optimizer.step()
+    hook.remove()
+
+
 # What the closure does; the parameters after that one step and after another one, and the base rates afterwards.
 CLOSURES: dict[str, tuple[Any, list[float], list[float], list[float], list[int]]] = {
     "nothing": (lambda optimizer: None, [-0.2], [-0.4], [0.1], [2]),
@@ -349,6 +357,7 @@ CLOSURES: dict[str, tuple[Any, list[float], list[float], list[float], list[int]]
     "adds a group and raises": (add_and_fail, [0.0, 0.0], [-0.2, -0.02], [0.1, 0.01], [1]),
     "steps": (step_again, [-0.4], [-0.6], [0.1], [3]),
     "catches a step that raises": (fail_within, [-0.2], [-0.4], [0.1], [2]),
+    "catches a step that raises with scaled values": (fail_before_within, [-0.2], [-0.4], [0.1], [2]),
 }
 
 
