@@ -758,8 +758,32 @@ def test_a_stream_keeps_its_length(world, options):
 class Evaluated(Watched):
     """Has validation, too."""
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Have validation run."""
+
+
+def train_after_evaluation(options: dict[str, Any] | None, loaders: int) -> tuple[list[Any], list[float]]:
+    """Body: validate and train, without options as stock Lightning; return the rank's samples, and what steps draw."""
+    seed(5)
+    module = Evaluated()
+    strategy = "auto" if options is None else GradAvgStrategy(**options)
+    trainer: Any = make_trainer(strategy, max_epochs=1, num_sanity_val_steps=0)
+    evaluated: list[Any] = [DataLoader(torch.ones(2)) for _ in range(loaders)]
+    trainer.validate(module, evaluated, verbose=False)
+    trainer.fit(module, DataLoader(torch.arange(16.0), 4, shuffle=True), evaluated)
+    return module.drawn_batches, module.drawn
+
+
+@pytest.mark.parametrize("loaders", [1, 3])
+def test_evaluation_moves_random_numbers_as_on_one_process(world, loaders):
+    """The iterator of each loader draws a seed for its workers, and nothing else draws."""
+    ((order, drawn),) = world(1).run(train_after_evaluation, None, loaders)
+    ((order_alone, drawn_alone),) = world(1).run(train_after_evaluation, {"equivalent_to": "single_device"}, loaders)
+    assert order == order_alone
+    assert drawn == drawn_alone
+    strategy = {"split_batches": True, "exact_evaluation": True}
+    of_ranks = [samples for samples, _ in world(2).run(train_after_evaluation, strategy, loaders)]
+    assert order == [[*first, *second] for first, second in zip(*of_ranks, strict=True)]
 
 
 def read_with_looks(kind: str, looks: bool) -> list[list[int]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from hashlib import blake2b
 from itertools import islice
@@ -78,6 +78,20 @@ class EvaluationStreams:
             if on_accelerator:
                 self._own_of_device = getattr(torch, self._device.type).get_rng_state()
         seed_generators(key, self._device)
+
+    @contextmanager
+    def drawing_own(self) -> Iterator[None]:
+        """Draw from the process's own state within the context, also between two loaders of a pass."""
+        if self._own is None:
+            yield
+            return
+        of_batch = random_state()
+        restore_random_state(self._own)
+        try:
+            yield
+        finally:
+            self._own = random_state()
+            restore_random_state(of_batch)
 
     def own_state(self) -> RandomState:
         """Return the process's own state, to which `restore` returns."""
@@ -253,7 +267,7 @@ class EvaluationLoader(LoaderWrapper):
         read: Any = self.loader
         if self._source is _Source.DEALT_INDICES:
             read = self._copy_of_pass()
-        with self._drawing_order():
+        with self._streams.drawing_own(), self._drawing_order():
             # A `DataLoader` draws the seed of its workers here. On one process the order of training follows from it.
             batches = iter(read)
         if self._source is _Source.DEALT_INDICES:
