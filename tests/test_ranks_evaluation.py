@@ -386,12 +386,14 @@ def test_what_cannot_be_evaluated_exactly_is_an_error_on_all_ranks(
     assert all(message in one.message for one in raised)
 
 
-def everything(kind: str, strategy: str | None = None) -> Any:
-    """Body: fit with a sanity check, then go on, with a metric that is not reset; return all values."""
+def everything(kind: str, options: dict[str, Any] | None = None) -> Any:
+    """Body: fit with a sanity check, then go on, with a metric that is not reset; return all values.
+
+    Without options of the strategy, do so as stock Lightning does.
+    """
     model: Any = Net(kind, (2, 1), "kept")
-    trainer: Any = make_trainer(
-        strategy or GradAvgStrategy(exact_evaluation=True), num_sanity_val_steps=2, max_epochs=2, limit_train_batches=2
-    )
+    strategy = "auto" if options is None else GradAvgStrategy(**options)
+    trainer: Any = make_trainer(strategy, num_sanity_val_steps=2, max_epochs=2, limit_train_batches=2)
     values = []
     for what in ("fit", "validate", "test"):
         getattr(trainer, what)(model)
@@ -400,11 +402,20 @@ def everything(kind: str, strategy: str | None = None) -> Any:
     return values, left, model.cat.update_called
 
 
-@pytest.mark.parametrize("kind", ["indexed", "several"])
-def test_one_trainer_for_everything(world, kind):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("indexed", {"exact_evaluation": True}),
+        ("several", {"exact_evaluation": True}),
+        # In training, metrics merge in another way.
+        ("indexed", {"equivalent_to": "single_device"}),
+    ],
+    ids=str,
+)
+def test_one_trainer_for_everything(world, kind, options):
     """Further runs of the same Trainer start afresh, on a rank without a batch, too, and leave nothing behind."""
-    ((expected, *_),) = world(1).run(everything, kind, "auto")
-    for number, (values, left, updated) in enumerate(world(4).run(everything, kind)):
+    ((expected, *_),) = world(1).run(everything, kind)
+    for number, (values, left, updated) in enumerate(world(4).run(everything, kind, options)):
         assert [approx(each, 1e-6) for each in expected] == values
         assert ([], number < 2 and kind == "indexed") == (left, updated)
 

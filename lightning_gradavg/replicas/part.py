@@ -246,7 +246,7 @@ class Replicas(OneForward):
         self._buffers.end_step(self._buffers_from)
 
     def on_evaluation_start(self) -> None:
-        """Have evaluation log the values of the whole run. Batch norm normalizes each batch on its rank."""
+        """Have evaluation log the values of the whole run, and leave the metrics to it."""
         self._replacements.close()
         if self._options.preset is not None:
             self._replacements.enter_context(logged_as(self.run.module, with_sync_dist))
