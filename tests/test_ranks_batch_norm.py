@@ -107,7 +107,7 @@ def on_rank(module: nn.Module, inputs: Sequence[Tensor], place: Place) -> tuple[
     own = [batch[rows] if counts else batch[:2] * torch.nan for batch in inputs]
     of_torch = nn.functional.batch_norm
     try:
-        forward = Forward(samples=None if counts else 0, world=World.of(None), normalizes_over_ranks=True)
+        forward = Forward(samples=None if counts else 0, world=World.of(None))
         with synchronized_batch_norm(), running(forward):
             return observe(module, own), rows, counts
     finally:

@@ -19,7 +19,7 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn.functional import batch_norm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from toys import IGNORE_DEPRECATED_GATHER, IGNORE_UNUSED_PARAMETERS, approx
+from toys import IGNORE_DEPRECATED_GATHER, IGNORE_UNUSED_PARAMETERS, Toy, approx
 
 from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy, gather, global_mean
 
@@ -197,6 +197,29 @@ def test_batch_norm_over_all_ranks_is_that_of_one_process(world, window, compile
         assert w.grad is not None
         expected.append(approx(w.grad.item() / 2))  # of one of the two weights
     assert [expected] * 2 == world(2).run(train_normed, window, compiled)
+
+
+class NormalizesWhatItMoves(Toy):
+    """Has rank 0 normalize alone in a hook that moves a piece, which is no part of a step."""
+
+    moved = 0
+
+    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        RunsAlone().run()
+        self.moved += 1
+        return batch
+
+
+def move_pieces() -> int:
+    """Body: train on a batch of four samples, in pieces of one; return how many pieces were moved."""
+    module = NormalizesWhatItMoves()
+    strategy = GradAvgStrategy(equivalent_to="single_device", max_device_batch_size=1)
+    make_trainer(strategy, max_epochs=1).fit(module, DataLoader(torch.ones(4, dtype=torch.float64), batch_size=4))
+    return module.moved
+
+
+def test_a_hook_that_moves_a_piece_normalizes_by_itself(world):
+    assert [2, 2] == world(2).run(move_pieces)
 
 
 ROWS = ((2.0, 3.0), (5.0, 7.0), (11.0, 13.0))

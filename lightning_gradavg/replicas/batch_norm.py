@@ -50,10 +50,10 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    forward = running_forward()
-    if not training or not forward.normalizes_over_ranks:
+    if not training:
         return _stock_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     require_gather_allowed()
+    forward = running_forward()
     assert forward.world is not None
     layer = _Layer(forward.world, not forward.stands_in, running_mean, running_var, momentum, eps)
     normalize: Any = _Normalize.apply
@@ -72,7 +72,7 @@ def _untraced() -> Callable[..., Tensor]:
 
 @contextmanager
 def synchronized_batch_norm() -> Iterator[None]:
-    """Within the context, normalize by the statistics of all ranks in each forward that says so, and in its backward.
+    """Within the context, of a forward or its backward, normalize by the statistics of all ranks.
 
     Any other forward takes the statistics of its batch, as in torch: one rank alone may run it, such as a callback that
     draws images. The rows of a stand-in are normalized with the statistics of the other ranks' rows, and have no

@@ -115,7 +115,7 @@ class Replicas(OneForward):
 
     | for                                             | replaced                                                   |
     |-------------------------------------------------|------------------------------------------------------------|
-    | a training step, and its backward               | `torch.nn.functional.batch_norm` and the forward of        |
+    | the forward of a piece, and its backward        | `torch.nn.functional.batch_norm` and the forward of        |
     |                                                 | `nn.SyncBatchNorm`, with `equivalent_to="single_device"`   |
     | a training step                                 | `module.log`                                               |
     | a pass of training                              | of several ranks, how metrics gather list states           |
@@ -157,7 +157,7 @@ class Replicas(OneForward):
         outputs: list[object] = []
         self._buffers.begin_step()
         try:
-            with self._log.collecting(), self._normalizing():
+            with self._log.collecting():
                 for index, piece in enumerate(pieces):
                     self._buffers.begin_piece(index)
                     is_last = index == len(pieces) - 1
@@ -217,7 +217,7 @@ class Replicas(OneForward):
             refusal=_REFUSED_IN_PIECES if self._in_pieces else "",
             in_backward=partial(self._normalizing, forward.in_backward),
         )
-        with reducing, counting, running(forward):
+        with reducing, counting, running(forward), self._normalizing():
             with batches.computing("forward", piece):
                 output = step.forward(batch, *args)
                 output = step.reduction.read(output, batch, forward, is_last_piece=is_last)
