@@ -103,6 +103,7 @@ from verified_runs import (
     load_sharded_by_hand,
     load_texts,
     load_two,
+    log_count,
     log_mean,
     log_mean_of_all,
     log_nan_of_rank_1,
@@ -428,10 +429,13 @@ EQUAL = {
     "noise of a hook that transfers batches": Run(hooks={"on_after_batch_transfer": add_noise_to_batch}),
     "seeded noise of gradients": Run(hooks={"on_before_optimizer_step": add_seeded_noise_to_gradients}),
     "Langevin steps by a generator with a seed": Run(optimizer=make_seeded_langevin),
-    "noise by a generator for each sample": make_sampled_run(step=make_step(call_with_noise_of_each)),
+    "noise by a generator for each sample, dropout": make_sampled_run(make_dropout, make_step(call_with_noise_of_each)),
     # Logged values.
     "a value that each rank logs for itself": make_sampled_run(
         step=log_own, says=["note: a logged value differs", "`loss` is that of one rank", "logged values      note"]
+    ),
+    "a count that each rank logs": make_sampled_run(
+        step=log_count, says=["`samples` is that of one rank", "logged values      note"]
     ),
     "a value that is logged within a window": make_sampled_run(
         step=log_mean,

@@ -596,6 +596,11 @@ def log_mean(module: Any, batch: Any) -> Tensor:
     return loss
 
 
+def log_count(module: Any, batch: Any) -> Tensor:
+    module.log("samples", float(len(batch[0])))
+    return mean_loss(module, batch)
+
+
 def log_mean_of_all(module: Any, batch: Any) -> Tensor:
     module.log("loss", global_mean(sum_loss(module, batch).detach(), len(batch[0])))
     return mean_loss(module, batch)

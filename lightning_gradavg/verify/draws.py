@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_gradavg._lightning.internals import TorchDispatchMode
 from lightning_gradavg._support.tree import mapped
-from lightning_gradavg.verify.lines import running_line
+from lightning_gradavg.verify.lines import drawn_in
 from lightning_gradavg.verify.records import DrawnNumbers
 
 __all__ = ["Draws", "of_no_sample"]
@@ -29,18 +29,12 @@ _DRAWN_WITHIN = ("rrelu", "attention", "rnn")
 """Parts of the names of operators whose results are no random numbers, but computed with some that are not returned."""
 
 
-def of_no_sample(operator: str, line: str = "") -> str:
+def of_no_sample(operator: str, place: str = "") -> str:
     """Return why a draw cannot be compared that every rank makes for itself."""
     return (
         f"one draw for a whole batch ({operator}): it belongs to no sample, or to a generator of your own; every rank"
-        f" draws its own, and one process draws otherwise{_drawn_in(line)}"
+        f" draws its own, and one process draws otherwise{place}"
     )
-
-
-def _drawn_in(line: str) -> str:
-    if not line:
-        return ""
-    return f"; drawn in {line}"
 
 
 class Draws(TorchDispatchMode):
@@ -93,31 +87,32 @@ class Draws(TorchDispatchMode):
     def _recorded_or_drawn_again(self, func: Any, result: Any) -> Any:
         """Note what an operator drew, and return it, or what the parts of the batch drew, joined.
 
-        What cannot be joined stays. A generator that is seeded for each sample draws the same on one process.
+        Each operator's draws are counted. What cannot be joined stays: a generator that is seeded for each sample draws
+        the same on one process.
         """
         operator = str(func.overloadpacket)
-        line = running_line()
         if not isinstance(result, Tensor) or any(part in operator for part in _DRAWN_WITHIN):
-            self.problem = f"an operator draws what it does not return ({operator}){_drawn_in(line)}"
+            self.problem = f"an operator draws what it does not return ({operator}){drawn_in()}"
             return result
-        position = len(self.drawn)
+        position = sum(drawn.operator == operator for drawn in self.drawn)
         numbers_of_result = result.new_empty(0)
         if not self.parts:  # what draws again only counts its draws
             numbers_of_result = _compact(result.detach())
         self.drawn.append(DrawnNumbers(operator, numbers_of_result))
-        if not self.parts or self.problem:
+        if not self.parts:
             return result
         numbers = []
         for part in self.parts:
-            draws = part[position : position + 1]
-            if not draws or draws[0].operator != operator or draws[0].numbers.ndim != result.ndim:
-                problem = f"a batch of another size or rank draws other random numbers ({operator})"
-                self.problem = problem + _drawn_in(line)
+            draws = [drawn for drawn in part if drawn.operator == operator][position : position + 1]
+            if not draws or draws[0].numbers.ndim != result.ndim:
+                self.problem = self.problem or (
+                    f"a batch of another size or rank draws other random numbers ({operator}){drawn_in()}"
+                )
                 return result
             numbers.append(draws[0].numbers.to(result.dtype))
         joined = _joined(numbers, result.detach())
         if joined is None:
-            self.problem = of_no_sample(operator, line)
+            self.problem = self.problem or of_no_sample(operator, drawn_in())
             return result
         if _writes_in_place(func):
             return result.copy_(joined)
@@ -154,11 +149,8 @@ def _joined(numbers: Sequence[Tensor], own: Tensor) -> Tensor | None:
 
 def _generator_states(args: Sequence[object], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the states of the generators that an operator may draw from."""
-    states = [torch.get_rng_state()]
-    for argument in (*args, *kwargs.values()):
-        if isinstance(argument, torch.Generator):
-            states.append(argument.get_state())
-    return states
+    own = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, torch.Generator)]
+    return [generator.get_state() for generator in (torch.default_generator, *own)]
 
 
 def _widened(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

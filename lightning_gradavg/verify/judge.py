@@ -239,7 +239,9 @@ class _Judge:
             for name, value in first.items():
                 # A NaN is alike on all ranks, too, as where `sync_dist` averages that of one rank.
                 is_of_all = all(name in logged and not gaps_of(logged[name], value).any() for logged in others)
-                if not is_of_all or len(self._records[0].steps[position].batches) > 1:
+                # One process counts the samples, or whatever it is, of all ranks.
+                is_count = value.any() and not gaps_of(len(self._records) * value, step.logged.get(name, value)).any()
+                if not is_of_all or is_count or len(self._records[0].steps[position].batches) > 1:
                     detail = f"`{name}` is that of one rank or of one micro-batch, and is not compared"
                     notes = notes or [Finding("logged value", "logged values", detail, position, note=True)]
                 elif name in step.logged:

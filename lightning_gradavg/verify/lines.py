@@ -13,7 +13,7 @@ import lightning
 import torch
 from lightning.pytorch import Trainer
 
-__all__ = ["is_library", "running_line"]
+__all__ = ["drawn_in", "is_library"]
 
 _LIBRARIES = (
     sysconfig.get_path("stdlib"),
@@ -35,20 +35,19 @@ def is_library(file: str) -> bool:
     return file.startswith(_LIBRARIES)
 
 
-def _line(path: str, number: int) -> str:
-    """Return a line as in "train.py:31: x.mul_(2)", by a path from the working directory if it is below that."""
-    file = Path(path)
-    if file.is_relative_to(Path.cwd()):
-        file = file.relative_to(Path.cwd())
-    return f"{file}:{number}: {linecache.getline(path, number).strip()}"
+def drawn_in() -> str:
+    """Return the innermost line of the user's code that runs; "" if no line leads here.
 
-
-def running_line() -> str:
-    """Return the innermost line of the user's code that runs; "" if no line leads here."""
+    It is as in "; drawn in train.py:31: x.mul_(2)", by a path from the working directory if it is below that.
+    """
     frame = inspect.currentframe()
     # What started the run is other code on a rank than on one process.
     while frame is not None and frame.f_code is not Trainer.fit.__code__:
-        if not is_library(frame.f_code.co_filename):
-            return _line(frame.f_code.co_filename, frame.f_lineno)
+        path = frame.f_code.co_filename
+        if not is_library(path):
+            file = Path(path)
+            if file.is_relative_to(Path.cwd()):
+                file = file.relative_to(Path.cwd())
+            return f"; drawn in {file}:{frame.f_lineno}: {linecache.getline(path, frame.f_lineno).strip()}"
         frame = frame.f_back
     return ""

@@ -10,7 +10,7 @@ import hashlib
 import io
 import math
 import pickle
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -168,9 +168,7 @@ def read_epoch(loader: Any, batches: Sequence[Sequence[SampleId]] = ()) -> Epoch
     if type(getattr(loader, "batch_sampler", None)) is BatchSampler:
         with suppress(Exception):  # of the user's sampler
             length = len(loader.sampler)
-    held: Mapping[str, Sequence[bytes]] = {}
-    with suppress(Exception):  # of the user's data set, or a stream has no indices
-        held = _held_by(loader.dataset)
+    held = _held_by(getattr(loader, "dataset", None))
     return EpochReading(samples, batch_size, length, distributed_sampler(loader) is not None, held)
 
 
@@ -180,8 +178,10 @@ def _held_by(dataset: Any) -> dict[str, list[bytes]]:
     All are loaded three times, each sample from one random state. A part of which any differs draws from a generator of
     its own, and is left out.
     """
-    first, *others = [_digests(dataset) for _ in range(3)]
-    return {place: digests for place, digests in first.items() if all(other.get(place) == digests for other in others)}
+    with suppress(Exception):  # of the user's data set, or a stream has no indices
+        first, *others = [_digests(dataset) for _ in range(3)]
+        return {place: parts for place, parts in first.items() if all(other.get(place) == parts for other in others)}
+    return {}
 
 
 def _digests(dataset: Any) -> dict[str, list[bytes]]:

@@ -179,7 +179,12 @@ class Recorder(Callback):
                 self.record.comm_hook = hook.__qualname__
             register(model, state, paused)
 
-        with mock.patch.object(DistributedDataParallel, "register_comm_hook", register_paused):
+        with mock.patch.multiple(
+            DistributedDataParallel,
+            register_comm_hook=register_paused,
+            # It takes one copy of the gradients less, unless the user says otherwise.
+            __init__=functools.partialmethod(DistributedDataParallel.__init__, gradient_as_bucket_view=True),
+        ):
             yield
 
     def _take_stage(self, stage: str, tensors: Iterable[tuple[str, Tensor | None]]) -> None:

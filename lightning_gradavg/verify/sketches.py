@@ -33,6 +33,9 @@ Tensors: TypeAlias = dict[str, Tensor]
 
 _SKETCHED_NUMBERS = 4096
 
+_SIGNS = (torch.arange(_SKETCHED_NUMBERS) * 40503 % 65537 % 2 * 2 - 1).double()
+"""1 or -1 as if by chance, for each row that is added up. Nothing is drawn: a draw would be that of the run."""
+
 NEGLIGIBLE = 1e-5
 """What is so small beside the tolerance, in relation to the largest element of all tensors, is rounding."""
 
@@ -50,17 +53,12 @@ def sketch(tensor: Tensor) -> Tensor:
     half = _SKETCHED_NUMBERS // 2
     positions = torch.linspace(0, elements.numel() - 1, half, dtype=torch.float64, device=elements.device).long()
     # The elements are rows of `half` numbers. Every row is added to the sums with a sign of its own. One part after the
-    # other is converted to float64, so there is never a float64 copy of the whole tensor.
-    rows = nn.functional.pad(elements, (0, -elements.numel() % half)).view(-1, half)
+    # other is padded and converted to float64, so there is never a copy of the whole tensor.
     sums = elements.new_zeros(half, dtype=torch.float64)
-    for signs, part in zip(_signs(len(rows)).split(half), rows.split(half), strict=True):
-        sums += signs.to(elements.device) @ part.double()
+    for part in elements.split(half * half):
+        rows = nn.functional.pad(part, (0, -part.numel() % half)).view(-1, half)
+        sums += _SIGNS[: len(rows)].to(part.device) @ rows.double()
     return torch.cat([elements[positions].double(), sums * math.sqrt(half / elements.numel())]).cpu()
-
-
-def _signs(number: int) -> Tensor:
-    """Return 1 or -1 for each of so many rows, as if by chance. Nothing is drawn: a draw would be that of the run."""
-    return (torch.arange(number) * 40503 % 65537 % 2 * 2 - 1).double()
 
 
 @dataclass(frozen=True)
