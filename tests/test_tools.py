@@ -133,8 +133,8 @@ def test_a_benchmark_saves_its_rows_and_prints_them(world, tmp_path, name):
         assert name == "growth" or text in printed
     if name == "epoch":
         # By hand, 2 batches of 4 for each of 2 ranks, and 4 samples of validation. In the first batch of a run, what is
-        # split loads one sample twice more, and under a preset rank 0 loads the whole batch of 8.
-        split = [22, 14]
+        # split loads one sample five times, and under a preset rank 0 loads the whole batch of 8.
+        split = [25, 17]
         first = [[12, 12], [12, 12], split, split, split]
         assert first == [row.more["loaded"][0] for row in rows]
         assert 5 * [[12, 12]] == [row.more["loaded"][-1] for row in rows]

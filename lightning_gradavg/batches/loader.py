@@ -324,7 +324,7 @@ class SplitLoader(LoaderWrapper):
         probed = None
         if is_compared(record):
             digest = data_digest(batch)
-            probed = Probed(digest, digest, "")
+            probed = Probed(digest, is_stable=True, difference="")
         return ReadBatch(pieces, record._replace(chunk=chunk), probed)
 
     def _cut_ready(self, batch: object) -> tuple[Chunk, list[object]]:

@@ -310,8 +310,8 @@ class Order:
         sample = 0
         is_stable = 1
         if probed is not None:
-            sample = _as_integer(probed.first)
-            is_stable = int(probed.first == probed.again)
+            sample = _as_integer(probed.sample)
+            is_stable = int(probed.is_stable)
         order = _as_integer(bytes.fromhex(position.digest))
         rows = self._world.gather_integers([order, position.batches, sample, is_stable])
         if len({(order, batches) for order, batches, _, _ in rows}) > 1:
@@ -326,7 +326,7 @@ class Order:
         samples_are_stable = all(stable for _, _, _, stable in rows)
         if not samples_are_stable and self.requires_streams:
             raise RuntimeError(
-                "a sample that the dataset loads twice from the same random state differs: it draws from a generator of"
+                "a sample that the dataset loads again from the same random state differs: it draws from a generator of"
                 " its own, or depends on what was loaded before, so reproducible=True cannot give the same bits on"
                 " another number of ranks. Have the dataset draw from the global generators of torch, random or NumPy,"
                 " and let an item depend on its index alone."
