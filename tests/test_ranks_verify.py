@@ -7,7 +7,8 @@ layers, steps, hooks and loaders are functions of `verified_runs.py`. What is ex
 made: a healthy one computes the gradient of one process, and a planted fault multiplies it by a known `factor`. The
 test records the first `steps` of the run on real ranks, and has one process judge what they recorded. It compares the
 verdict, the cause, the factor, the code that the first finding names, and the texts that the report `says`, in this
-order. docs/verify.md has the number of rows.
+order; of a run that splits batches, that its order of data is that of one process. docs/verify.md has the number of
+rows.
 """
 
 from __future__ import annotations
@@ -308,6 +309,7 @@ EQUAL = {
         step=step_on_sum, loader=UNEVEN, strategy=ours(reduction="normalized_sum"), is_manual=True
     ),
     "samples that are all equal": make_sampled_run(loader=load_equal_samples),
+    "split, shuffled": Run(loader=make_plain_loader(shuffle=True), strategy=ours(split_batches=True)),
     "global means": Run(step=global_means, loader=UNEVEN),
     "global means of equal weight": Run(
         step=make_weighted_step(global_means, count_one), loader=UNEVEN, strategy=WEIGHTED_MEAN
@@ -1052,6 +1054,8 @@ def test_a_run_is_judged_right(world, name):
     assert run.remark in " ".join(report.remarks), text
     positions = [text.index(part) for part in run.says]
     assert sorted(positions) == positions, text
+    if records[0].facts.splits_batches:
+        assert "data order" not in text, text
     # The whole recipe of the user's strategy stays, and findings do not contradict each other.
     weighs = cause == "counts" and records[0].facts.rule.uses_weight
     assert text.count("Trainer(strategy=") <= (0 if weighs else 1), text
