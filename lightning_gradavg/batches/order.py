@@ -336,8 +336,9 @@ class Order:
             raise RuntimeError(
                 "the datasets of the ranks differ: the sample of one index is not the same on all of them. Every rank"
                 " loads its part of the same batch, by the same indices. Give every rank the whole dataset, and not a"
-                " part such as data[rank::world_size]; or, where every rank is to read its own part of the data, leave"
-                " split_batches, equivalent_to and num_replicas out."
+                " part such as data[rank::world_size], and seed what splits or shuffles it, equally on every rank; or,"
+                " where every rank is to read its own part of the data, leave split_batches, equivalent_to and"
+                " num_replicas out."
             )
 
 
