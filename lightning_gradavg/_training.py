@@ -216,9 +216,8 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
         self._phase = _Phase.BETWEEN_BATCHES
         world = self._run.world
         loop = self._run.loop
-        # DDP raises in its next forward, before which come other exchanges: other ranks would wait in a bucket. Not
-        # after the first batch of all: DDP would make its buckets earlier than in stock.
-        if self._run.model is not None and loop.is_on_last_batch and loop.total_ready > 1:
+        # DDP raises in its next forward, before which come other exchanges: other ranks would wait in a bucket.
+        if self._run.model is not None and loop.is_on_last_batch:
             require_reduced(self._run.model)
         # Where `training_step` fetches its batches itself, Lightning may have none.
         if batch is None and world.size > 1 and not self._batches.fetches_within:

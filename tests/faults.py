@@ -280,6 +280,14 @@ STEPS = {
     "a head that the last step of one rank does not use, under the plain mean": Fault(
         UNUSED_HEAD, {"model": Headed, "limit_val_batches": 0}, timeout=40
     ),
+    "the same in the only step": Fault(
+        UNUSED_HEAD,
+        {"model": Headed, "toy": {"unused_in": 0}, "limit_train_batches": 1, "limit_val_batches": 0},
+        timeout=40,
+    ),
+    "the same in the first step, before an evaluation": Fault(
+        UNUSED_HEAD, {"model": Headed, "toy": {"unused_in": 0}, "val_check_interval": 1}, timeout=40
+    ),
     "the same under a rule": Fault(
         UNUSED_HEAD, {"model": Headed, "strategy": {"equivalent_to": "single_device"}}, timeout=40
     ),

@@ -165,19 +165,20 @@ class Grows(Injected):
 
 
 class Headed(Injected):
-    """Has a parameter that the last step of rank 1 does not use, as a head for labels that are rare.
+    """Has a parameter that one step of rank 1 does not use, as a head for labels that are rare: the last one by default.
 
     It has a bucket of its own, which DDP reduces last. The ranks take rank 0's buffer after a step of replicas.
     """
 
-    def __init__(self, *args: Any, **toy: Any) -> None:
+    def __init__(self, *args: Any, unused_in: int = 4, **toy: Any) -> None:
         super().__init__(*args, **toy)
+        self.unused_in = unused_in
         self.head = torch.nn.Parameter(torch.zeros(300_000))  # DDP's first bucket holds a megabyte
         self.register_buffer("steps", torch.zeros(1))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.steps.add_(1)
-        if batch_idx != 4 or dist.get_rank() != 1:
+        if batch_idx != self.unused_in or dist.get_rank() != 1:
             batch = batch + self.head.sum()
         return super().training_step(batch, batch_idx)
 

@@ -170,8 +170,9 @@ class Faults(Part):
 
     def on_evaluation_start(self) -> None:
         """Compare buffers before ranks evaluate different batches, which may change those of a module that trains."""
-        if self._batches > 1 and self.run.model is not None:
-            require_reduced(self.run.model)  # ranks may exchange before DDP's next forward, which would say so
+        if self.run.model is not None:
+            # DDP raises in its next forward. A rank would exchange before it, while others wait in a bucket.
+            require_reduced(self.run.model)
         if self._compares_buffers and self.run.model is not None:
             self._check()
         self._compares_buffers = False
