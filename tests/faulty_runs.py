@@ -165,7 +165,7 @@ class Grows(Injected):
 
 
 class Headed(Injected):
-    """Has a parameter that one step of rank 1 does not use, as a head for labels that are rare: the last one by default.
+    """Has a parameter that one step of rank 1 does not use, the last by default: a head for rare labels.
 
     It has a bucket of its own, which DDP reduces last. The ranks take rank 0's buffer after a step of replicas.
     """

@@ -467,6 +467,10 @@ class LosesBehindTorch(Crossed):
         if self.how == "self.all_gather of a target":
             self.all_gather(batch, sync_grads=True)
             return None if dist.get_rank() == 1 else row.sum()
+        if self.how == "self.all_gather under no_grad":
+            with torch.no_grad():
+                self.all_gather(row, sync_grads=True)
+            return None if dist.get_rank() == 1 else row.sum()
         return {"loss": torch.zeros(()), "weight": 0} if batch_idx % 2 else None
 
 
@@ -486,5 +490,6 @@ def test_a_missing_loss_behind_an_exchange_of_torch_is_an_error(world, how):
         assert f"returned no loss, or one without a graph, after {how}" in raised.message
 
 
-def test_a_missing_loss_behind_a_gathered_target_does_not_count(world):
-    assert [[3.0, 3.0]] * 2 == world(2).run(lose, "self.all_gather of a target")
+@pytest.mark.parametrize("how", ["self.all_gather of a target", "self.all_gather under no_grad"])
+def test_a_missing_loss_behind_an_exchange_without_backward_does_not_count(world, how):
+    assert [[3.0, 3.0]] * 2 == world(2).run(lose, how)

@@ -1,4 +1,7 @@
-"""What must hold before a run begins: that its processes can be started, their number, and that they are equal."""
+"""What must hold before a run begins: its processes can be started, are as many as expected, and are parts of one run.
+
+`Registered` gives strategies the names by which users select them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ def require_launch(strategy: DDPStrategy, start_method: str) -> None:
 
 
 def _require_script(strategy: DDPStrategy, start_method: str) -> None:
-    """Refuse a notebook, or an interactive Python, from which the start method starts nothing."""
+    """Refuse a notebook, or an interactive Python, from which the start method starts nothing.
+
+    Lightning refuses it next, and names strategies of its own.
+    """
     launcher: Any = strategy.launcher
     is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
     if is_interactive and not launcher.is_interactive_compatible:
@@ -43,7 +49,10 @@ def _require_script(strategy: DDPStrategy, start_method: str) -> None:
 
 
 def _require_number_of_tasks(strategy: DDPStrategy) -> None:
-    """Refuse another number of SLURM's tasks than the Trainer has devices: the ranks would wait for each other."""
+    """Refuse another number of SLURM's tasks than the Trainer has devices: the ranks would wait for each other.
+
+    Where nodes have different numbers of tasks, no product of devices and nodes is their number: nothing is refused.
+    """
     if not isinstance(strategy.cluster_environment, SLURMEnvironment):
         return
     devices, nodes = strategy.num_processes, strategy.num_nodes
@@ -87,24 +96,32 @@ _OPTIONS_OF_TRAINER = (
     "precision",
     "gradient_clip_val",
 )
-"""Ranks that differ in these wait for each other for ever, or drift apart."""
+"""The Trainer's options that `require_one_run` compares. Ranks that differ in these wait for ever, or drift apart."""
 
 
 def plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that are numbers or texts, which processes can compare."""
+    """Return the options of a strategy that are numbers or texts, which `require_one_run` compares by their `repr`."""
     return {name: value for name, value in options.items() if isinstance(value, (int, float, str))}
 
 
 def require_one_run(world: World, trainer: Trainer, module: LightningModule, options: Mapping[str, Any]) -> None:
-    """Raise a RuntimeError on all ranks, before any waits for another, unless they are parts of one run.
+    """Raise a RuntimeError on all ranks unless they are parts of one run. A collective operation.
 
     They are if packages, options of strategy and Trainer, and the module's class and parameters are equal, and no two
-    ranks have one place. A collective operation.
+    ranks have one place. The strategy's `setup` calls this before Lightning's, in which ranks of different runs would
+    wait for each other.
+
+    Args:
+        world: All ranks.
+        trainer: The Trainer, whose `_OPTIONS_OF_TRAINER` are compared.
+        module: The user's module.
+        options: The strategy's `plain` options.
     """
     if world.size == 1:
         return
     strategy: Any = trainer.strategy
     refusal = "the ranks are in different runs (start the same script in the same environment on all of them)"
+    # Raises if the descriptions differ. Places must differ, so each rank gets those of all.
     agreement = world.agree(
         refusal,
         lambda: Contribution(_description(trainer, module, options), [strategy.node_rank, strategy.local_rank]),
@@ -143,13 +160,16 @@ def _shape(parameter: torch.nn.Parameter) -> str:
 
 
 class Registered:
-    """A strategy that users may give by names."""
+    """The base of strategies that users may select by a name, as in `Trainer(strategy="gradavg")`."""
 
     names: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """The options of the strategy under each of them."""
+    """The names, each with the options that the strategy has under it."""
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the names of this strategy. Doing it again changes nothing."""
+        """Register the names of this strategy; `lightning_gradavg/__init__.py` calls this when it is imported.
+
+        The registry is that of Lightning's Trainer or of Fabric. Doing it again changes nothing.
+        """
         for name, options in cls.names.items():
             strategy_registry.register(name, cls, description=f"{cls.__name__} {options}", override=True, **options)

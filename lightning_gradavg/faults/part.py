@@ -42,29 +42,28 @@ class _Done(NamedTuple):
 
     number: int
     unit: str
-    early: int  # changes where a comparison is due before `every` of them
+    early: int  # a number that changes whenever a comparison is due early, before `every` of them
 
 
 class Faults(Part):
     """Has ranks that fail tell the others why, and compares the ranks' progress and replicas.
 
-    It compares replicas, with `buffers` where ranks hold the same after every step, when training begins, at the end of
-    every epoch, and every so many steps; never if `every` is None. In manual optimization, where it is easy to step on
-    gradients that nobody reduced, it counts batches instead, as ranks may step at different times, and compares after
-    1, 2, 4, 8, ... of them, too.
+    It compares replicas when training begins, at the end of every epoch, and every so many steps; never if `every` is
+    None. In manual optimization it counts batches instead, as ranks may step at different times. There it is easy to
+    step on gradients that nobody reduced, so it also compares after 1, 2, 4, 8, ... batches.
 
     The ending of a run:
 
     | state | the run | `ends_apart` |
     |---|---|---|
     | NONE | goes on, or ended without an exception; `begin` leads here | False |
-    | INTERRUPTED | ended by an exception (`interrupt`), and nobody has asked about the others | asks: one of the next |
-    | TOGETHER | all ranks ended by such an exception at the same step | False |
+    | INTERRUPTED | ended by an exception (`interrupt`) | asks the others: becomes TOGETHER or APART |
+    | TOGETHER | all ranks ended by an exception of this type at the same step | False |
     | APART | the other ranks did not end with this one | True |
 
     Args:
         every: Optimizer steps between two comparisons, or None for no comparison at all.
-        buffers: Whether buffers are compared, too.
+        buffers: Whether buffers are compared, too: where ranks must hold equal ones after every step.
     """
 
     def __init__(self, every: int | None, *, buffers: bool) -> None:
@@ -87,18 +86,22 @@ class Faults(Part):
             self._reports = FailureReports(World.of(None), next(_RUNS))
 
     def setup(self, run: Run) -> None:
-        """Begin to compare the replicas of a run."""
+        """Begin any run: no batch was trained on, and ranks hold equal buffers."""
         super().setup(run)
         self._batches = 0
         self._compares_buffers = self._buffers
 
     def configure_ddp(self, run: Run) -> None:
-        """Begin a run that trains, and remember the parameters that DDP knows."""
+        """Begin a run that trains; remember the parameters that the module has when DDP wraps it."""
         super().configure_ddp(run)
         self._wrapped = {_named(name) for name, _ in run.module.named_parameters()}
 
     def interrupt(self, exception: BaseException) -> None:
-        """Note the exception that ends the run. It stays noted until the next run begins, for what is called after."""
+        """Note the exception that ends the run, the first one of the run.
+
+        `Interruption` calls this before all other callbacks, and `on_exception` again. Until the next run begins,
+        `ends_apart` answers for this exception.
+        """
         if self._ending is _Ending.NONE:
             self._ending = _Ending.INTERRUPTED
             self._error = exception
@@ -106,7 +109,8 @@ class Faults(Part):
     def ends_apart(self) -> bool:
         """Return whether the run ended by an exception that other ranks do not share: do not wait for them.
 
-        The first call of an interrupted run waits some seconds for the others to tell how they end.
+        Every collective of the strategy (`Collectives`) asks this first. The first call of an interrupted run waits
+        some seconds for the others to tell how they end.
         """
         if self._reports is None:
             return False
@@ -124,7 +128,10 @@ class Faults(Part):
         return self._ending is _Ending.APART
 
     def on_exception(self, exception: BaseException) -> str | None:
-        """Report an exception; return what the others report if an exchange with them broke. The first logs a line."""
+        """Report an exception to the other ranks; return what they report if it is a broken exchange, else None.
+
+        Of the ranks, the first that fails logs a line. The strategy's `on_exception` calls this.
+        """
         if self._reports is None:
             return None
         self.interrupt(exception)
@@ -148,11 +155,11 @@ class Faults(Part):
         self._check()
 
     def on_train_batch_start(self) -> None:
-        """Compare the replicas after an epoch, and when they are due."""
+        """Compare the replicas if an epoch has ended since the last comparison, or one is due."""
         if self._moment != self._checked_moment:
             self._check()
         self._batches += 1
-        self._compares_buffers = self._buffers
+        self._compares_buffers = self._buffers  # the step makes them equal again
 
     @property
     def _done(self) -> _Done:
@@ -164,12 +171,15 @@ class Faults(Part):
 
     @property
     def _moment(self) -> tuple[float, ...]:
-        """What changes when a comparison is due."""
+        """A tuple that changes whenever a comparison is due."""
         done = self._done
         return self.run.trainer.current_epoch, done.number // self._every, done.early
 
     def on_evaluation_start(self) -> None:
-        """Compare buffers before ranks evaluate different batches, which may change those of a module that trains."""
+        """Compare replicas and buffers before an evaluation; buffers may then differ until the next step.
+
+        An evaluation step may change them, and ranks evaluate different batches.
+        """
         if self.run.model is not None:
             # DDP raises in its next forward. A rank would exchange before it, while others wait in a bucket.
             require_reduced(self.run.model)
@@ -182,6 +192,7 @@ class Faults(Part):
         self._check()
 
     def _check(self) -> None:
+        """Raise a RuntimeError on all ranks if their replicas differ, and note the moment. A collective operation."""
         self._checked_moment = self._moment
         run = self.run
         if self._every < math.inf and run.world.size > 1:
@@ -200,7 +211,10 @@ class Faults(Part):
                     yield f"buffer {name!r}", buffer
 
     def _drift_of(self, tensor: str) -> Drift:
-        """Return what the run shows about a tensor that drifted apart, named as `_tensors` names it. Collective."""
+        """Return what the run shows about a tensor that drifted apart, named as `_tensors` names it. Collective.
+
+        `require_replicas` calls this on all ranks, for its error.
+        """
         parameters = {_named(name): parameter for name, parameter in self.run.module.named_parameters()}
         if tensor not in parameters:
             return Drift(is_buffer=True)
@@ -209,12 +223,13 @@ class Faults(Part):
             rates += [float(group["lr"]) for group in optimizer.param_groups]
         rates_of_ranks = self.run.world.gather_objects(rates)
         if all(rates_of_rank == rates for rates_of_rank in rates_of_ranks):
-            rates_of_ranks = []
-        trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
-        without_gradient = [name for name in trained if parameters[name].grad is None]
+            rates_of_ranks = []  # no cause
+        trainable = [name for name, parameter in parameters.items() if parameter.requires_grad]
+        without_gradient = [name for name in trainable if parameters[name].grad is None]
         if self.run.ddp.find_unused_parameters or self.run.ddp.static_graph:
             without_gradient = []  # DDP knows which parameters a backward leaves out
-        all_zeroed = len(without_gradient) == len(trained)
+        # `zero_grad` has set all to None: which of them a backward left out does not show.
+        all_zeroed = len(without_gradient) == len(trainable)
         unused = None
         if without_gradient and not all_zeroed:
             unused = without_gradient[0]
@@ -230,4 +245,5 @@ class Faults(Part):
 
 
 def _named(parameter: str) -> str:
+    """Return what an error calls the parameter of a name."""
     return f"parameter {parameter!r}"

@@ -1,13 +1,15 @@
-"""What a rank runs the backward of where its loss does not count: of a stand-in, of weight 0, or of no loss at all.
+"""The backward of a rank whose loss does not count: its weight is 0, it has no loss, or its samples only stand in.
 
-Other ranks wait for this backward: in DDP's buckets, and in the backward of all that they exchanged with this rank.
-Through an exchange come the gradients of their losses, which count.
+A rank without samples of a batch computes others in their place, a stand-in. The other ranks wait for its backward: in
+DDP's buckets, and in the backward of all that they exchanged with it. Through an exchange come the gradients of their
+losses, which count.
 
 | the loss             | its backward                                                                             |
 |----------------------|------------------------------------------------------------------------------------------|
-| has a graph          | that of its graph, from a gradient of 0. `pass_no_nan`: 0 times an infinite derivative   |
-|                      | is NaN, and so is 0 times a loss that is NaN                                             |
-| is None, or has none | that of `zero_loss`: zeros for every parameter, and for everything that was exchanged    |
+| has a graph          | that of its graph, from a gradient of 0. `pass_no_nan` removes NaN, such as 0 times an   |
+|                      | infinite derivative                                                                      |
+| has no graph, or is  | that of `zero_loss`: zeros for every parameter, and for everything that was exchanged    |
+| None                 |                                                                                          |
 """
 
 from __future__ import annotations
@@ -28,16 +30,16 @@ from lightning_gradavg._support.running import OF_A_LOOP, running_forward
 __all__ = ["note_exchange", "note_hidden_exchange", "pass_no_nan", "sparse_weights", "zero_loss"]
 
 _LEAF = "torch::autograd::AccumulateGrad"
-"""The name of the node that adds a gradient to a parameter's. It lives as long as the parameter does."""
+"""The name of a leaf: the node that adds a gradient to the `grad` of a parameter, and passes nothing on."""
 
 
 def pass_no_nan(root: Node) -> None:
     """Have no function behind a node pass on a NaN, in the backward that has just begun at the node.
 
-    At every function, and not only where a gradient reaches a parameter or leaves the rank: the NaN of this rank's loss
-    would meet there, and destroy, what other ranks send back through `gather` or batch norm
-    (`test_ranks_crossing.py`: UNCOUNTED, whose losses read a row on both ways). Infinity passes: it may be another
-    rank's.
+    The node is that of the loss (`loss.weighed`): it calls this, and passes on 0. NaN becomes 0 after every function.
+    At the leaves and at exchanges it would be too late: there, NaN of this rank's loss was already added to what other
+    ranks send back through `gather` or batch norm (`test_ranks_crossing.py`: UNCOUNTED). Infinity passes: it may be
+    another rank's.
     """
     hooks: list[RemovableHandle] = []
     with torch.profiler.record_function("GradAvg: pass no NaN"):
@@ -49,7 +51,7 @@ def pass_no_nan(root: Node) -> None:
         for hook in hooks:
             hook.remove()
 
-    after_backward(remove, remove)
+    after_backward(ended=remove, failed=remove)
 
 
 def _nodes_behind(root: Node) -> set[Node]:
@@ -85,13 +87,14 @@ def _zeroed_where_nan(gradient: Tensor | None) -> Tensor | None:
 
 
 def note_exchange(name: str, begin_of_backward: Tensor) -> None:
-    """Note an exchange with other ranks in the forward that runs; nothing in a loop of the user's own.
+    """Note an exchange with other ranks, in a training step of a strategy; in a loop of the user's own do nothing.
 
-    A missing loss must reach its backward (`zero_loss`). Within a reentrant checkpoint, a forward builds no graph, so
-    nothing but the checkpoint's output reaches it: the name is noted, for the error.
+    `gather`, batch norm over all ranks and sharded models call this. If the step returns no loss, `zero_loss` must reach
+    the backward of the exchange. Within a reentrant checkpoint it cannot, as only the checkpoint's output reaches it:
+    then a missing loss is an error, which names the exchange.
 
     Args:
-        name: What messages call it.
+        name: What messages call the exchange.
         begin_of_backward: A tensor by which a loss reaches the backward of the exchange.
     """
     forward = running_forward()
@@ -104,18 +107,20 @@ def note_exchange(name: str, begin_of_backward: Tensor) -> None:
 
 
 def note_hidden_exchange(name: str, sent: Tensor) -> None:
-    """Note an exchange of torch's in the forward that runs, whose backward only a loss reaches.
+    """Note an exchange of torch's, in a training step of a strategy: that of `self.all_gather(..., sync_grads=True)`.
 
-    It runs in DDP's process group, where the order of a loss of 0 would not be that of the other ranks.
+    Only a loss reaches its backward: a missing one is an error, which names the exchange. `zero_loss` cannot take its
+    place, as the exchange runs in DDP's process group, where ranks would meet in another order.
 
     Args:
-        name: What messages call it.
-        sent: What is exchanged. Without a gradient there is no backward.
+        name: What messages call the exchange.
+        sent: What is exchanged. If it needs no gradient, there is no backward.
     """
     forward = running_forward()
     if forward is OF_A_LOOP:
         return
-    if sent.requires_grad or in_reentrant_checkpoint():
+    has_backward = torch.is_grad_enabled() and sent.requires_grad
+    if has_backward or in_reentrant_checkpoint():
         forward.hidden_exchanges.append(name)
 
 
@@ -140,7 +145,7 @@ class _ZeroGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, sparse: Container[int], *tensors: Tensor) -> Tensor:
-        ctx.tensors = tensors
+        ctx.tensors = tensors  # not saved for the backward: their values are not read, and may change in between
         ctx.is_sparse = [id(tensor) in sparse for tensor in tensors]
         return torch.zeros((), device=tensors[0].device)
 
@@ -166,7 +171,8 @@ def _no_rows(parameter: Tensor) -> Tensor:
 def zero_loss(parameters: Sequence[Tensor], sparse: Container[int], exchanged: Sequence[Tensor]) -> Tensor:
     """Return a loss of 0 whose backward gives zeros to every trained parameter, and to all that was exchanged.
 
-    It runs the backward of each exchange once. Autograd runs the latest first, as on the other ranks.
+    It takes the place of a missing loss. It runs the backward of each exchange once: autograd runs the latest first, as
+    on the other ranks.
 
     Args:
         parameters: The parameters of the model.
