@@ -98,14 +98,14 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
         module = self.lightning_module
         assert module is not None
         self._run = Run(trainer, module, self.root_device, World.of(None))
-        # A part whose `setup` raises is not torn down.
         self._parts_set_up = ()
+        if self._trains:
+            # Before the parts' and the engine's, in which ranks of different runs would wait for each other.
+            require_one_run(self._run.world, trainer, module, self._plain_options)
+        # A part whose `setup` raises is not torn down.
         for part in self._parts:
             part.setup(self._run)
             self._parts_set_up += (part,)
-        if self._trains:
-            # Before the engine's, in which ranks of different runs would wait for each other.
-            require_one_run(self._run.world, trainer, module, self._plain_options)
         super().setup(trainer)
 
     @override

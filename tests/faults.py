@@ -341,6 +341,11 @@ STARTS = {
         {"strategy": {"reduction": "sum"}},
         body=train_differently,
     ),
+    "another reference run, with an option that has no default": Fault(
+        on_both("nothing on rank 0; GradAvgStrategy(equivalent_to='single_device') on rank 1"),
+        {"strategy": {"equivalent_to": "single_device"}},
+        body=train_differently,
+    ),
     "LOCAL_RANK twice on a node": Fault(
         on_both("(node, rank on the node) is (0, 0) on ranks 0, 1"),
         {"patch": ("ranks.RankEnvironment.local_rank", RankEnvironment.node_rank)},

@@ -108,8 +108,8 @@ def require_one_run(world: World, trainer: Trainer, module: LightningModule, opt
     """Raise a RuntimeError on all ranks unless they are parts of one run. A collective operation.
 
     They are if packages, options of strategy and Trainer, and the module's class and parameters are equal, and no two
-    ranks have one place. The strategy's `setup` calls this before Lightning's, in which ranks of different runs would
-    wait for each other.
+    ranks have one place. The strategy's `setup` calls this first: whatever comes next, ranks of different runs would
+    wait for each other in it.
 
     Args:
         world: All ranks.

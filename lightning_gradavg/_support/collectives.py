@@ -226,9 +226,15 @@ class World:
         return "; ".join(errors).rstrip(".")
 
     def _first_difference(self, lines: Sequence[str]) -> str:
-        """Return what ranks have as the first line that is not the same on all of them. A collective operation."""
+        """Return the first line of each rank that not all ranks have. A collective operation."""
         lines_of_ranks = self.gather_objects(lines)
-        for values in zip_longest(*lines_of_ranks, fillvalue="nothing"):
+        # Lines of all ranks are left out: behind a line that a rank lacks, they would be compared with others.
+        of_all = set(lines).intersection(*lines_of_ranks)
+        different = [[line for line in lines_of_rank if line not in of_all] for lines_of_rank in lines_of_ranks]
+        if not any(different):
+            # The same lines in another order, or another number of times.
+            different = [list(lines_of_rank) for lines_of_rank in lines_of_ranks]
+        for values in zip_longest(*different, fillvalue="nothing"):
             if len(set(values)) > 1:
                 return by_value(values)
         raise AssertionError("the digests of equal lines differ")

@@ -89,9 +89,9 @@ def _zeroed_where_nan(gradient: Tensor | None) -> Tensor | None:
 def note_exchange(name: str, begin_of_backward: Tensor) -> None:
     """Note an exchange with other ranks, in a training step of a strategy; in a loop of the user's own do nothing.
 
-    `gather`, batch norm over all ranks and sharded models call this. If the step returns no loss, `zero_loss` must reach
-    the backward of the exchange. Within a reentrant checkpoint it cannot, as only the checkpoint's output reaches it:
-    then a missing loss is an error, which names the exchange.
+    `gather`, batch norm over all ranks and sharded models call this. If the step returns no loss, `zero_loss` must
+    reach the backward of the exchange. Within a reentrant checkpoint it cannot, as only the checkpoint's output reaches
+    it: then a missing loss is an error, which names the exchange.
 
     Args:
         name: What messages call the exchange.
