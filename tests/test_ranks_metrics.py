@@ -112,6 +112,23 @@ class Own(Metric):
         return torch.stack([self.row.square().sum(), self.row.numel() * self.mean])
 
 
+class Half(Metric):
+    """A mean in 16 bits, which do not hold its product with the number of updates."""
+
+    full_state_update = False
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("mean", default=torch.zeros((), dtype=torch.half), dist_reduce_fx="mean")
+
+    def update(self, values: Tensor) -> None:
+        self.mean = torch.full_like(self.mean, 30_000.0)
+
+    def compute(self) -> Tensor:
+        return self.mean.float()
+
+
 class Case(NamedTuple):
     """A metric, and the arguments of its update."""
 
@@ -176,6 +193,7 @@ CASES: dict[str, Case] = {
     "signal to noise": Case(lambda: PeakSignalNoiseRatio(data_range=1.0), pairs),
     "masks": Case(Masks, binary),
     "own states": Case(Own, values),
+    "a mean in 16 bits": Case(Half, values),
     "a collection": Case(
         lambda: MetricCollection([classified.MulticlassPrecision(3), classified.MulticlassRecall(3)]), classes
     ),

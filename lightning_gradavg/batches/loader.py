@@ -194,7 +194,7 @@ class SplitLoader(LoaderWrapper):
             stream: The order's stream.
             seed: The seed of the run.
             resumed: Where the pass begins; None for a new one. See `Order`.
-            watch: What the first batch of a run is asked for.
+            watch: What is checked on the first batch.
             is_look: Whether a user looks at the data, perhaps on one rank. Then ranks don't compare what they have
                 read, a collective operation, and no worker process persists.
         """

@@ -114,7 +114,7 @@ class BatchRecord(NamedTuple):
 
 
 class Watch(NamedTuple):
-    """What the first batch of a run is asked for, beside what ranks train on."""
+    """What is checked on the first batch of each loader of a run."""
 
     compares_parts: bool = False  # this rank also collates it as a whole, and compares that with its parts
     requires_streams: bool = False  # a sample must be the same when it is loaded twice from one stream
@@ -130,7 +130,7 @@ class Order:
         stream: The order's stream of the run.
         place: The place of the pass in the run.
         resumed: Where a pass to be repeated began, and how many batches to pass over; None for a new pass.
-        watch: What the first batch of a run is asked for; None for nothing.
+        watch: What is checked on the first batch; None for nothing.
 
     Attributes:
         start: Where training begins in the pass: loader batches before it are passed over.

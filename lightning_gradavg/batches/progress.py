@@ -20,9 +20,9 @@ __all__ = ["DataState", "Fetched", "Progress", "TrainingLoader"]
 class DataState(TypedDict):
     """What a checkpoint holds of the training data of a run."""
 
-    seed: int  # of all keyed streams
-    order: RandomState  # the order's stream
-    own: RandomState  # of the process, on rank 0
+    seed: int  # of the streams that pieces of batches draw from
+    order: RandomState  # of the stream that the order of training data is drawn from
+    own: RandomState  # of the process's own generators, on rank 0
     loaders: list[LoaderState]
 
 
@@ -39,7 +39,7 @@ class Progress:
     Attributes:
         loop: Lightning's training loop.
         seed: The seed of the run.
-        watch: What the first batch of each loader is asked for.
+        watch: What is checked on the first batch of each loader.
         passes: Passes that began, by the position of the loader in the run: Lightning may replace the loader.
         window_own: The process's own state before the first batch of the window.
         resumed_order: In a resumed run, where the order's stream was, until a batch is trained on; else None.
@@ -54,7 +54,16 @@ class Progress:
         world: World,
         own_state: Callable[[], RandomState],
     ) -> None:
-        """Begin with the seed of a run, and of one that is resumed with the order's stream where it was."""
+        """Begin a run.
+
+        Args:
+            loop: Lightning's training loop.
+            seed: The seed of the run.
+            resumed_order: Where the order's stream was, in a resumed run; else None.
+            watch: What is checked on the first batch of each loader.
+            world: The ranks that read the loaders.
+            own_state: Returns the process's own random state of now; within an evaluation, that of before it.
+        """
         self._own_state = own_state
         self.loop = loop
         self.seed = seed
@@ -95,7 +104,10 @@ class Progress:
             iterator.begin()
 
     def begin_transfer(self, fetched: Sequence[Fetched | None]) -> None:
-        """Note the own state from which a resumed run would go on with the batch that is about to be moved."""
+        """Note the own state from which a resumed run would go on with the batch that is about to be moved.
+
+        Called before the hooks of the transfer, which may draw or fail.
+        """
         if self.loop.ready % self.loop.accumulation != 0:
             return  # within a window, which is repeated from its first batch on
         for of_loader in fetched:
@@ -161,7 +173,7 @@ class TrainingLoader(SplitLoader):
         current: The record of the batch in training; None before the first, and where the loader has no more.
         window_start: The record of the first batch of its window.
         resumed: Where the next passes begin in a resumed run, until a batch is trained on; else None.
-        watch: What the first batch that Lightning reads is asked for; None afterwards.
+        watch: What is checked on the first batch that Lightning reads; None afterwards.
     """
 
     progress: Progress

@@ -113,7 +113,7 @@ def _merged(states: list[Any], updates: list[int], reduction: Callable[[Any], An
     """Return one state of several ranks as one. The module has the table."""
     if isinstance(states[0], list):
         merged: Any = [element for state in states for element in state]
-        # Torchmetrics concatenates nothing to a tensor that lacks type and shape.
+        # `dim_zero_cat` raises for an empty list.
         if not merged:
             return merged
     elif reduction is dim_zero_cat:
@@ -121,7 +121,12 @@ def _merged(states: list[Any], updates: list[int], reduction: Callable[[Any], An
     else:
         merged = torch.stack(states)
         if reduction is dim_zero_mean:
-            return torch.tensordot(merged.new_tensor(updates), merged, dims=1) / sum(updates)
+            # In 32 bits or more: 16 may hold neither the number of updates nor its product with a value.
+            wide = merged.to(torch.promote_types(merged.dtype, torch.float32))
+            mean = torch.tensordot(wide.new_tensor(updates), wide, dims=1) / sum(updates)
+            if merged.is_floating_point():
+                mean = mean.to(merged.dtype)
+            return mean
     if reduction is None:
         return merged
     return reduction(merged)
@@ -139,5 +144,6 @@ def running_refused() -> AbstractContextManager[None]:
     def refuse(running: nn.Module) -> Metric:
         raise RuntimeError(_RUNNING.format(type(running).__name__))
 
-    # All that it does, it does with the metric that it wraps. Its methods are kept by every instance.
+    # Whatever it does, it reads the metric that it wraps. Replacing `update` on the class would change nothing: every
+    # instance keeps its own, which `Metric.__init__` has wrapped.
     return replaced(Running, "base_metric", property(refuse))
