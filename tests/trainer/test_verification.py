@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -46,12 +47,14 @@ class Failing(Toy):
 
 
 class Waiting(Toy):
-    """Holds a pipe open on every rank, and waits for the end of its process."""
+    """Holds a pipe open on every rank, and waits for the end of its process, or until nobody reads the pipe."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         with Path(os.environ["PIPE"]).open("wb", buffering=0) as pipe:
             pipe.write(b"x")
-            signal.pause()
+            unread = select.poll()
+            unread.register(pipe, 0)  # for errors alone, such as that nobody reads
+            unread.poll()
         raise AssertionError
 
 
@@ -134,9 +137,9 @@ def test_a_signal_ends_the_ranks_and_removes_their_folders(number, tmp_path, req
         assert b"xx" == end.read(1) + end.read(1), "both ranks wait"
         assert list(folder.glob("gradavg-verify-*"))
         os.kill(process.pid, number)
+        process.join()
+        assert 128 + number == process.exitcode
         assert b"" == end.read(1), "the end of the pipe, which only comes when no rank can write to it any more"
-    process.join()
-    assert 128 + number == process.exitcode
     assert [] == list(folder.glob("gradavg-verify-*"))
 
 
