@@ -952,6 +952,7 @@ NOT_SHOWN = {
     "in the compared steps the ranks read some samples twice": Run(
         loader=make_plain_loader(make_sampler=make_sampler_in_other_orders)
     ),
+    "the run took no optimizer step": Run(trainer={"limit_train_batches": 0}),
     "use one DataLoader": make_sampled_run(step=mean_loss_of_first_loader, loader=load_two),
     "no collate_fn makes the loader's batches": Run(loader=load_batches_without_collating),
     "a sample cannot be copied": make_sampled_run(loader=load_samples_with_function),

@@ -390,6 +390,7 @@ def init(**given):
     ("call", "message"),
     [
         (Target(lambda: user_run_of(lambda: nn.Linear(1, 1))).build, "got a Linear$"),
+        (Target(lambda: user_run_of("toys:WEIGHTED")).build, "got a dict$"),
         (
             Target(lambda: user_run_of(MLP)).build,
             "no training data: give --data train.py:data, .*, or --data train.py:Data, a LightningDataModule",

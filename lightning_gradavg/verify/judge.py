@@ -60,7 +60,10 @@ def _first_problem(records: Sequence[Record]) -> str:
         if record.problem:
             return record.problem
         if not record.steps:
-            return "the run took no optimizer step"
+            return (
+                "the run took no optimizer step: the loader has no batch, the Trainer's limits (max_epochs, max_steps,"
+                " limit_train_batches) leave none, or training_step steps no optimizer"
+            )
     if records[0].facts.sharded and any(_stages_of(record) != _stages_of(records[0]) for record in records):
         return "the ranks take different optimizer steps, so their shards make no whole tensors"
     if records[0].facts.replicas is not None and records[0].batch_norms:

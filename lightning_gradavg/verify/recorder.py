@@ -313,7 +313,8 @@ class Recorder(Callback):
         problems = [self.record.problem]
         for rank_batch in (rank_batch for window in windows for rank_batch in window if rank_batch.counts):
             problems += [piece.unknown_because for piece in rank_batch.pieces]
-        if self._reads and not isinstance(self._loader, DataLoader):
+        # Without a step there may be no loader, and `judge` says why.
+        if self._reads and self.record.steps and not isinstance(self._loader, DataLoader):
             problems.append(NO_COLLATE_FN)
         if not self.record.facts.automatic and any(len(window) > 1 for window in windows):
             problems.append("in manual optimization a window of several batches is the user's own sum of them")

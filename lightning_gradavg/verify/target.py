@@ -196,7 +196,7 @@ def user_run_of(module: Any, data: Any = None) -> UserRun:
         data = imported(data)
     if isinstance(module, LightningModule):
         module = copy.deepcopy(module)
-    else:
+    elif callable(module):
         module = module()
     if hasattr(data, "__iter__"):  # a loader; data modules and functions make new ones for each run
         data = copy.deepcopy(data)
