@@ -123,7 +123,7 @@ _IGNORED = (
 )
 _BY_SAMPLES = (
     "GradAvgStrategy: n = samples of the batch, as no weight is given. If the loss is a mean over tokens,"
-    " or leaves targets out, give their number as weight"
+    " or leaves targets out, give their number as weight; if it is a global_mean, give 1"
 )
 
 
