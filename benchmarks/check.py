@@ -55,7 +55,7 @@ _WEIGHTED = ("weighted_mean", "weighted_mean, weights that change")
 BOUNDS = (
     Bound("step", _LARGER, ("mean",), 1.0, "it does what stock does"),
     Bound("step", _LARGER, ("sum", "weighted_mean"), 1.0, "views of buckets save the copy that the factor costs"),
-    Bound("step", _LARGER, _WEIGHTED[1:], 1.02, "the factor is known in the first bucket"),
+    Bound("step", _LARGER, _WEIGHTED[1:], 1.02, "the factor is known when the ranks have added up the first bucket"),
     Bound("step", ("mlp", "transformer"), ("single_device",), 1.02, "random states of each step, beside a large model"),
     Bound(
         "step", ("resnet18",), ("single_device",), 1.57, "batch norm over all ranks: two exchanges in each of 20 layers"

@@ -1,10 +1,10 @@
 """What the package takes on GPUs, beside stock: `python -m benchmarks.gpu`, after the tests of `make gpu`.
 
 It prints two tables. The first one has a step of four options on three models, the memory of the GPU, and what the
-host's reads cost. Under a rule, the host of every rank reads the rows of a window in the first bucket of its last
-backward, and waits for the other ranks: the GPU may then run out of work. So `weighted_mean` trains as it is; with
-weights that are tensors on the device, which the host reads, too; and with a switch of this file alone: the host reads
-the first rows of a run, and takes them for those of every later window, which they are, as the weights stay the same.
+host's reads cost. Under a rule, the host of every rank reads the rows of a window when it has launched the first
+bucket of its last backward, and waits for the other ranks: the GPU may then run out of work. So `weighted_mean` trains
+as it is; with weights that are tensors on the device, which the host reads, too; and with a switch of this file alone:
+the host reads the first rows of a run, and takes them for those of every later window, as the weights stay the same.
 The ranks exchange the same numbers in all of them, so the difference is the cost of the reads. The second table has
 epochs, with loading, transfer, validation and checkpoint.
 

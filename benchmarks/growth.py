@@ -10,8 +10,8 @@ One command starts the ranks, for every number of ranks and every delay. With a 
 `torchrun`, also through `benchmarks.nodes`, a process is a rank, and the world is what it finds. Each world first times
 one exchange of rows, as a rule makes it, and Lightning's broadcast of its flag.
 
-It prints the costs, what the law of docs/growth.md says of each, and what the law says of 1,024 ranks. `--draw FILE`
-measures nothing: it draws the pictures of docs/growth.md from what was saved.
+It prints the costs, and what the exchanges say of 1,024 ranks. `--draw FILE` measures nothing: it draws the pictures of
+docs/growth.md from what was saved.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from benchmarks.world import World, in_rounds, is_rank, joined, progress, quiet_
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.reduction.rows import RowExchange
 
-__all__ = ["TIMES", "before_first_bucket", "draw_times", "law", "main", "print_growth"]
+__all__ = ["TIMES", "draw_times", "main", "print_growth"]
 
 WARM_UP = 2
 """Optimizer steps before the timed ones. DDP rebuilds its buckets after the first."""
@@ -56,7 +56,7 @@ SLOW = 2.0
 """How many times longer the slow rank takes."""
 
 MANY = 1024
-"""Ranks for which the law says what no machine here can run."""
+"""Ranks for which the exchange is computed, as no machine here can run them."""
 
 WEIGHTED = "weighted_mean"
 STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
@@ -188,44 +188,6 @@ def draw_times(times: str, seconds: float, count: int, rank: int, ranks: int) ->
     return drawn
 
 
-def before_first_bucket(parameters: int) -> float:
-    """Return the part of a backward that runs before DDP's first bucket is full, which holds 1 MiB."""
-    held = 0
-    for number, size in enumerate(reversed(_sizes(parameters)), 1):
-        held += 4 * size
-        if held >= 2**20:
-            return number / LAYERS
-    return 1.0
-
-
-def law(times: Sequence[Sequence[MicroBatchTime]], exchange: float, before: float) -> float:
-    """Return the seconds that a step of a rule with weights takes beside stock.
-
-    F and B are the forward and the backward of a rank. Stock's ranks meet at the end of the backward: a step takes the
-    largest F + B over the ranks. Under a rule a rank's first bucket, after the part a of its backward, waits for the
-    rows of all, which leave after the forward and take E: a step takes the largest
-
-        max(F + a B, largest F + E) + (1 - a) B
-
-    In a window of several micro-batches, all ranks meet at Lightning's flag before each one, in stock, too: so it holds
-    for the last one.
-
-    Args:
-        times: Of each rank, the last micro-batches of some windows.
-        exchange: E, the seconds of one exchange.
-        before: a, the part of a backward before the first bucket.
-    """
-    beside_stock = 0.0
-    for of_ranks in zip(*times, strict=True):
-        rows_are_there = max(time.forward for time in of_ranks) + exchange
-        under_rule = []
-        for time_of_rank in of_ranks:
-            first_bucket = time_of_rank.forward + before * time_of_rank.backward
-            under_rule.append(max(first_bucket, rows_are_there) + (1 - before) * time_of_rank.backward)
-        beside_stock += max(under_rule) - max(time.forward + time.backward for time in of_ranks)
-    return beside_stock / len(times[0])
-
-
 def _seconds(name: str, times: Sequence[MicroBatchTime], case: Case, world: World) -> float:
     """Return the mean time of an optimizer step on this rank under a strategy."""
     steps = len(times) // case.window - WARM_UP - 1
@@ -319,25 +281,14 @@ def _exchanges(rows: Sequence[Row], name: str) -> dict[tuple[int, float], Row]:
 
 
 def print_growth(file: Path) -> None:
-    """Print the costs in a file, the exchanges, and the law."""
+    """Print the costs in a file, and the exchanges."""
     rows = load(file)
-    exchanges = _exchanges(rows, _ROWS)
     lines = []
     for row in rows:
         case = _of_case(row)
         if case is None or row.variant == STOCK:
             continue
         stock = next(other for other in rows if other.variant == STOCK and other.case == row.case)
-        said = "-"
-        if row.variant == WEIGHTED:
-            times = []
-            for rank in range(case.ranks):
-                count = (WARM_UP + row.more["steps"]) * case.window
-                drawn = draw_times(case.times, row.more["seconds"], count, rank, case.ranks)
-                last_of_windows = drawn[case.window - 1 :: case.window]
-                times.append(last_of_windows[WARM_UP:])
-            exchange = Spread.of(exchanges[case.ranks, case.delay].seconds).median
-            said = f"{1000 * law(times, exchange, before_first_bucket(case.parameters)):+.1f}"
         lines.append(
             (
                 row.variant,
@@ -348,11 +299,10 @@ def print_growth(file: Path) -> None:
                 f"{case.parameters / 1e6:g}",
                 f"{1000 * Spread.of(stock.seconds).median:,.0f}",
                 _cost(row, rows).text(1, sign="+"),
-                said,
             )
         )
     columns = ["option", "times", "ranks", "delay, ms", "window", "M parameters"]
-    columns += ["stock, ms", "beside stock, ms", "by the law, ms"]
+    columns += ["stock, ms", "beside stock, ms"]
     caption = "An optimizer step on the slowest rank: median [quartiles] over the rounds."
     print_table(file, columns, lines, caption)
     _print_exchanges(rows, file)

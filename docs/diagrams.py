@@ -149,7 +149,7 @@ def factor() -> str:
         parts.append(box(left, 98, 165, 48, ("backward:", f"{weight} * g{rank} / u"), color))
         parts.append(arrow(left + 82, 148, 130 + 120 * rank, 184))
     parts.append(text(190, 172, "Z = 3 + 1", color=FAINT))
-    parts.append(box(20, 188, 340, 48, ("hook of DDP: times u / Z, once,", "and add up the ranks"), ORANGE))
+    parts.append(box(20, 188, 340, 48, ("hook of DDP: ranks add up,", "and multiply by u / Z, once"), ORANGE))
     parts.append(arrow(190, 238, 190, 262))
     parts.append(box(20, 266, 340, 34, ("gradient = (3 * g0 + 1 * g1) / 4",), ORANGE))
     return card(320, "The loss has the weight, the hook has the one factor", parts)

@@ -10,7 +10,7 @@ to all. So all ranks get the same bits, and the error does not grow with their n
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with types.
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -37,7 +37,7 @@ class _Level(NamedTuple):
     wire: torch.dtype | None  # the type in which numbers are sent; None for their own
 
 
-def _mean(flat: Tensor, levels: Sequence[_Level], factor: float | None = None) -> Iterator[None]:
+def _mean(flat: Tensor, levels: Sequence[_Level], factor: Callable[[], float] | None = None) -> Iterator[None]:
     """Replace numbers by their mean over the ranks of the first level; pause while an exchange runs.
 
     With a `factor`, of one level, replace them by their sum times the factor.
@@ -69,7 +69,7 @@ def _mean(flat: Tensor, levels: Sequence[_Level], factor: float | None = None) -
     if factor is None:
         mean.div_(ranks)
     else:
-        scale_bucket(mean, factor)
+        scale_bucket(mean, factor())
     if len(levels) > 1:
         yield from _mean(mean, levels[1:])
 
@@ -163,7 +163,7 @@ def _begin_to_reduce(
     wire: torch.dtype | None,
     *,
     by_node: bool,
-    factor: float | None = None,
+    factor: Callable[[], float] | None = None,
 ) -> Future[Tensor]:
     """Begin the exchanges of a bucket; the future has its mean, or with a `factor` its sum times the factor.
 
@@ -241,7 +241,7 @@ def _run_one_step_of_each(under_way: list[Iterator[None]]) -> None:
 
 
 def _completed(
-    future: Future[Tensor], buffer: Tensor, levels: Sequence[_Level], factor: float | None = None
+    future: Future[Tensor], buffer: Tensor, levels: Sequence[_Level], factor: Callable[[], float] | None = None
 ) -> Iterator[None]:
     """Replace a bucket by its mean, and complete its future; arguments and pauses as of `_mean`."""
     yield from _mean(buffer.view(buffer.dtype.to_real()), levels, factor)
@@ -256,26 +256,31 @@ def scale_bucket(buffer: Tensor, factor: float) -> None:
         buffer.mul_(factor)
 
 
-def scaled_sum(group: dist.ProcessGroup, bucket: dist.GradBucket, factor: float) -> Future[Tensor]:
+def scaled_sum(group: dist.ProcessGroup, bucket: dist.GradBucket, factor: Callable[[], float]) -> Future[Tensor]:
     """Return the sum of a bucket over the ranks, times a factor that all ranks have.
 
     What has 16 bits is summed in float32, and rounded once: a sum of float16 overflows where the result does not.
+
+    Args:
+        group: The ranks.
+        bucket: The bucket.
+        factor: Returns the factor, when the ranks have added up: it may wait for what they have sent before.
     """
     buffer = bucket.buffer()
     with torch.profiler.record_function("GradAvg: reduce bucket"):
         if buffer.dtype in _HALF and not buffer.is_sparse and group.size() > 1:
             return _begin_to_reduce(group, bucket, None, by_node=False, factor=factor)
-        scale_bucket(buffer, factor)
         future: Future[Any] = dist.all_reduce(buffer, group=group, async_op=True).get_future()
-        if buffer.is_complex():
-            return future.then(partial(_complex_buffer, buffer))
-        return future.then(_first_value)
+        return future.then(partial(_scaled, buffer, factor))
 
 
-def _first_value(done: Future[Any]) -> Tensor:
-    """Return the tensor of an all-reduce of one tensor."""
-    reduced: Tensor = done.value()[0]
-    return reduced
+def _scaled(buffer: Tensor, factor: Callable[[], float], done: Future[Any]) -> Tensor:
+    """Return what a bucket was summed to, times the factor, or raise what its reduction raised."""
+    total: Tensor = done.value()[0]
+    if buffer.is_complex():
+        total = buffer  # torch reduces complex numbers in place, as pairs of real ones, and its future has those
+    scale_bucket(total, factor())
+    return total
 
 
 def bfloat16(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:

@@ -180,28 +180,6 @@ def test_times_of_growth_are_drawn_as_they_say():
     assert 8 == len({*drawn["together"][0], *drawn["together"][1]})
 
 
-@pytest.mark.parametrize(
-    ("times", "expected"),
-    [
-        # Rank 1 is the slowest throughout: stock takes 9, and the rule, too.
-        ([(1, 2), (3, 6)], 0),
-        # Stock takes 5. The rows are there at 3.5, where rank 1 has half of its backward of 4 to go.
-        ([(3, 2), (1, 4)], 0.5),
-        # The backward before the first bucket, 1, hides half a second of the exchange.
-        ([(1, 2), (1, 2)], 0),
-        ([(1, 0.4), (1, 0.4)], 0.3),
-    ],
-)
-def test_the_law_of_growth(times, expected):
-    of_ranks = [[growth.MicroBatchTime(forward, backward)] for forward, backward in times]
-    assert pytest.approx(expected) == growth.law(of_ranks, exchange=0.5, before=0.5)
-
-
-def test_the_first_bucket_of_growth_is_full_at_1_mebibyte():
-    # By hand: the last layer of a million parameters has 1.6 MB; of 400,000, 0.64 MB, and each other layer 0.137 MB.
-    assert (1 / 8, 4 / 8, 1) == tuple(growth.before_first_bucket(parameters) for parameters in (1_000_000, 400_000, 80))
-
-
 def reads_under(*, reads_once: bool) -> tuple[int, list[torch.Tensor]]:
     """Body: train under `weighted_mean`; return how often the host read rows, and the parameters."""
     setting = step.setting_of("mlp", world_of_torchrun(), steps=2)

@@ -386,12 +386,13 @@ def test_rules_whose_multiplier_is_no_weight_have_no_unit(name):
 
 
 def test_a_bucket_of_a_backward_that_was_not_weighed():
-    """The factor says that there is none, or that the window goes on; then the backward raises when it ends."""
+    """It is of no weighed loss, or the window goes on: then the factor is 0, and the backward raises when it ends."""
     loop = Loop()
-    assert loop.window.factor(is_last_bucket=True) is None
+    assert not loop.window.reduces_bucket(is_last_bucket=True)
     loop.window.add(MicroBatch(1), ends=False)
     loop.window.begin_backward()
-    assert loop.window.factor(is_last_bucket=True) == 0
+    assert loop.window.reduces_bucket(is_last_bucket=True)
+    assert loop.window.factor() == 0
     with pytest.raises(RuntimeError, match=r"DDP reduced the gradients in a backward within no_sync\(\)"):
         loop.window.end_backward()
     assert loop.window.is_empty
@@ -407,7 +408,7 @@ def test_a_window_is_reduced_in_the_hook_with_the_last_bucket(buckets, in_hook):
     loop.window.add(MicroBatch(1), ends=True)
     loop.window.begin_backward()
     for is_last in buckets:
-        loop.window.factor(is_last_bucket=is_last)
+        assert loop.window.reduces_bucket(is_last_bucket=is_last)
     loop.window.end_backward()
     loop.window.reduce()
     assert loop.window._gradients.in_hook is in_hook
@@ -442,7 +443,7 @@ def test_the_factor_of_all_ranks_rows(rows, copies, factor):
     loop.window.begin_backward()
     loop.window._gradients.copies = copies
     loop.window._contents.rows = rows
-    assert approx(factor) == loop.window.factor(is_last_bucket=True)
+    assert approx(factor) == loop.window.factor()
 
 
 def test_weights_that_are_too_small_beside_their_unit():
@@ -451,7 +452,7 @@ def test_weights_that_are_too_small_beside_their_unit():
     loop.unit.choose(2.0**999)
     loop.window.add(MicroBatch(1e-300), ends=True)
     loop.window.begin_backward()
-    assert loop.window.factor(is_last_bucket=True) == 0
+    assert loop.window.factor() == 0
     loop.window.end_backward()
     with pytest.raises(ValueError, match="the weights add up to 1e-300"):
         loop.window.reduce()

@@ -1,4 +1,4 @@
-"""The communication hook of DDP: it multiplies each bucket by the factor of the window, and ranks add up."""
+"""The communication hook of DDP: ranks add up each bucket, and multiply the sum by the factor of the window."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CommHook:
     |----------------|---------------------------------------------------|--------------------------------------------|
     | a hook         | it gets buckets whose mean is the gradient        | it gets DDP's buckets                      |
     | a wrapper only | the wrapped `allreduce_hook` gets these buckets   | the wrapped `allreduce_hook` gets DDP's    |
-    | neither        | buckets are multiplied, and ranks add up; those   | no hook is registered: DDP divides, to     |
+    | neither        | ranks add up, and the sum is multiplied; buckets  | no hook is registered: DDP divides, to     |
     |                | of 16 bits add up in float32                      | stock's bits                               |
 
     Attributes:
@@ -93,12 +93,12 @@ class CommHook:
             if not isinstance(bucket, dist.GradBucket):
                 # DDP calls it from Python then, with a gradient and its parameter, and drops what it returns.
                 raise TypeError(_NO_BUCKET)
-            factor = self._factor(is_last_bucket=bucket.is_last())
+            factor = self._factor_of(bucket)
             if hook is None:
                 assert factor is not None
                 return scaled_sum(group, bucket, factor)
             if factor is not None:
-                scale_bucket(bucket.buffer(), factor * ranks)
+                scale_bucket(bucket.buffer(), factor() * ranks)
             return hook(state, bucket)
 
         reduce_bucket.__annotations__ = {"bucket": dist.GradBucket, "return": Future[Tensor]}
@@ -108,20 +108,19 @@ class CommHook:
         model.register_comm_hook(None, reduce_bucket)
         return True
 
-    def _factor(self, *, is_last_bucket: bool) -> float | None:
-        """Return what a bucket is multiplied by; None under the plain mean, whose buckets stay as they are.
+    def _factor_of(self, bucket: dist.GradBucket) -> Callable[[], float] | None:
+        """Return what tells the factor of a bucket; None under the plain mean, whose buckets stay as they are.
 
-        If the loss behind the bucket was not weighed, zero the bucket, and have the backward raise at its end.
+        If the loss behind the bucket was not weighed, the factor is 0, and the backward raises at its end.
         """
         if self.window is None:
             return None
-        factor = self.window.factor(is_last_bucket=is_last_bucket)
-        if factor is None:
+        if not self.window.reduces_bucket(is_last_bucket=bucket.is_last()):
             # An exception here would end the process. It must come out of the backward, behind the end of DDP's
             # reduction: else DDP's next forward fails an assertion of its own.
             after_backward(_raise_unweighed, _do_nothing)
-            return 0.0
-        return factor
+            return _zero
+        return self.window.factor
 
     def require_served(self, model: DistributedDataParallel, device: torch.device) -> None:
         """Raise a ValueError about a hook of torch that returns no mean, or whose collectives the backend mixes up."""
@@ -165,6 +164,10 @@ def require_hookable(model: DistributedDataParallel, rule: Rule) -> None:
             f"{where} mixed_precision= of DistributedDataParallel, which has a hook of its own. Use the precision of"
             " the Trainer or of Fabric, or torch.autocast."
         )
+
+
+def _zero() -> float:
+    return 0.0
 
 
 def _raise_unweighed() -> None:

@@ -3,7 +3,7 @@
     gradient = sum(w * g) / Z,  Z = sum(z)        over all pairs of rank and micro-batch
 
 The backwards of a rank add up    sum(w / u * g / N)      N: what the training loop divides losses by
-Before ranks add up, that is multiplied by    N / (Z / u)    the same on all ranks: the *factor*
+When ranks have added that up, it is multiplied by    N / (Z / u)    the same on all ranks: the *factor*
 
 u is a power of two near the largest weight of the window before (`WeightUnit`): so losses keep their magnitude. Each
 loss carries w / u, its *loss factor*.
@@ -202,8 +202,9 @@ class Window:
        of the window, this rank sends its row, if Z depends on what ranks say or on where a user ends windows.
     2. `begin_backward`. Gradients from before the window leave the parameters in its first backward, and not in `add`:
        Lightning zeroes gradients in between.
-    3. The backward runs. DDP's hook asks for the `factor` in the window's last backward, and waits for the ranks' rows
-       in its first bucket. So ranks wait neither before a backward, nor for a rank that waits for them.
+    3. The backward runs. In the window's last one, DDP's hook calls `reduces_bucket` for each bucket, and asks for the
+       `factor` when the ranks have added up the first. Their rows are there then, as each rank has sent its own before:
+       nobody waits where stock does not.
     4. `end_backward`.
     5. After the last one, `reduce`, in which all ranks raise the same ValueError if one of them has a problem; and
        `close`, which adds the gradients from before the window.
@@ -416,20 +417,28 @@ class Window:
         self._backward = Backward(is_last_of_step, is_in_last_step)
         self._gradients.begin_backward(contents.parameters, self._backward)
 
-    def factor(self, *, is_last_bucket: bool) -> float | None:
-        """Return what a bucket is multiplied by, None if the backward is of no weighed loss. It never raises.
+    def reduces_bucket(self, *, is_last_bucket: bool) -> bool:
+        """Note that DDP reduces a bucket; return whether the backward is that of a weighed loss.
 
-        DDP's hook calls it for each bucket that it reduces, and so in the window's last backward. The window notes that
-        it did. The first call waits for the rows of all ranks.
+        DDP's hook calls it for each bucket that it reduces, and so in the window's last backward.
 
         Args:
             is_last_bucket: Whether DDP has reduced all others.
         """
         if self.state != WindowState.BACKWARD:
-            return None
+            return False
         self._contents.reduced = _Reduced.SOME_BUCKETS
         if is_last_bucket:
             self._contents.reduced = _Reduced.ALL_BUCKETS
+        return True
+
+    def factor(self) -> float:
+        """Return what the sum of a bucket is multiplied by. The first call waits for the rows of all ranks.
+
+        DDP's hook calls it once the ranks have added up, on a thread of gloo, so that no rank waits for rows before it
+        sends its gradients. For a fault it returns 0, and `end_backward` or `reduce` raises it: here, on some ranks it
+        would be too early.
+        """
         if self._contents.exchange is None:
             return 0.0  # `end_backward` raises
         outcome = self._outcome()
