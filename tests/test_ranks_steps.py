@@ -9,6 +9,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -746,6 +747,45 @@ def test_number_of_collectives(world, reduction, window):
     assert {ONE_PARAMETER} == {size for sizes in (ours, stock) for size in sizes if size >= ONE_PARAMETER}
     rows = Counter({0: 3}) if reduction == "weighted_mean" else Counter[int]()
     assert rows == ours - stock
+
+
+class LateForward(Recorded):
+    """In its second step, rank 1 ends its forward when rank 0 has reduced the bucket of `head`, and not before."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.0)
+        self.first = nn.Parameter(torch.ones(1))
+        self.head = nn.Parameter(torch.ones(ONE_PARAMETER))
+
+    def on_train_start(self) -> None:
+        self.messages = dist.new_group(timeout=timedelta(seconds=20))
+        if dist.get_rank() == 0:
+            self.first.register_post_accumulate_grad_hook(self.send)
+
+    def send(self, _: Tensor) -> None:
+        if self.trainer.global_step == 1:
+            dist.send(torch.zeros(1), 1, group=self.messages)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1 and dist.get_rank() == 1:
+            dist.recv(torch.zeros(1), 0, group=self.messages)
+        loss = (batch * self.first * self.head).mean()
+        return {"loss": loss, "weight": [3, 1][dist.get_rank()]}
+
+
+def train_late() -> list[float]:
+    """Body: return the gradient of `first` in each step."""
+    module = LateForward()
+    trainer = make_trainer(
+        GradAvgStrategy(**WEIGHTED, bucket_cap_mb=0.001), max_epochs=1, use_distributed_sampler=False
+    )
+    trainer.fit(module, make_loader([[[1.0], [5.0]][dist.get_rank()]] * 2))
+    return [gradient[0].item() for gradient in module.seen.gradients]
+
+
+def test_no_rank_waits_for_a_row_before_it_sends_gradients(world):
+    """(3 * 1 + 1 * 5) / 4. Rank 1 would wait for rank 0, and rank 0 for the row of rank 1."""
+    assert [[2.0, 2.0]] * 2 == world(2).run(train_late)
 
 
 class Wide(Toy):
