@@ -203,9 +203,10 @@ def test_the_switch_of_the_benchmark_of_gpus_reads_the_first_rows_alone(world):
 def test_every_row_of_a_step_and_of_an_epoch_has_a_bound():
     for model in MODELS:
         for name in [*VARIANTS][1:]:
-            assert 0.9 < check.bound_of("step", model, name).ratio < 2
+            assert 0.9 < check.bound_of("step", model, name).ratio < 2.5
     for name in [*epoch.STRATEGIES][1:]:
-        assert check.bound_of("epoch", "0 workers", name) == check.bound_of("epoch", "4 workers", name)
+        for workers in ("0 workers", "4 workers"):
+            assert 1 < check.bound_of("epoch", workers, name).ratio < 1.15
 
 
 def measured(ratio: float, counts: list[int]) -> Callable[[Sequence[str], int], list[Row]]:
