@@ -16,7 +16,6 @@ from lightning_gradavg.rules import RULES
 from lightning_gradavg.verify.records import Refused, RunFacts
 
 __all__ = [
-    "FetchingParts",
     "counts_samples",
     "facts_of",
     "loader_of_user",

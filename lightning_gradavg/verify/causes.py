@@ -11,7 +11,7 @@ import yaml
 
 from lightning_gradavg._lightning.options import trainer_in_diff
 
-__all__ = ["CAUSES", "Cause", "explanation"]
+__all__ = ["CAUSES", "explanation"]
 
 
 class Cause(NamedTuple):

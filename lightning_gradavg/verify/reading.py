@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lightning_gradavg.verify.records import EpochReading, RankBatch, Record, SampleId
 from lightning_gradavg.verify.report import Finding
 
-__all__ = ["Readings", "compare_readings"]
+__all__ = ["compare_readings"]
 
 
 class Readings(NamedTuple):
