@@ -248,12 +248,12 @@ class WeighedTraining(Registered, Collectives, ParallelStrategy):
 
     def _run_step(self, forward: Callable[..., Any], *arguments: Any) -> Any:
         """Return the output of a step with its loss weighed. `GradAvgStrategy` runs a step in pieces here."""
-        batch, batches, reduction = _batch_of(arguments), self._batches, self._reduction
-        (piece,) = batches.pieces(batch)
-        known = batches.forward(piece, reduction.exchanging)
-        with running(known), batches.training_step():
+        batch = _batch_of(arguments)
+        (piece,) = self._batches.pieces(batch)
+        forward_of_piece = self._batches.make_forward(piece, self._reduction.exchanging)
+        with running(forward_of_piece), self._batches.training_step():
             output = forward(*arguments)
-            return reduction.read(output, batch, known)
+            return self._reduction.read(output, batch, forward_of_piece)
 
     @override
     @contextmanager

@@ -5,8 +5,10 @@ And in real Trainers: every line of docs/contrastive.md, and the numbers of one 
 
 from __future__ import annotations
 
+import gc
 import os
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,12 +16,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Raised, on_ranks
+from ranks import Raised, make_trainer, on_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from toys import IGNORE_UNUSED_PARAMETERS, Recorded, approx, flat, train
+from toys import IGNORE_UNUSED_PARAMETERS, Recorded, Toy, approx, flat, make_loader, train
 
-from lightning_gradavg import average_gradients, gather, global_mean
+from lightning_gradavg import GradAvgStrategy, average_gradients, gather, global_mean
 from lightning_gradavg._support.running import Forward, running
 from lightning_gradavg.rules import RULES
 
@@ -424,3 +426,47 @@ def test_a_rank_without_samples_brings_no_rows(world, strategy):
     of_ranks = [[batch]] * 3 if strategy else [[batch, batch], [(A[:1], B[:1])], [(A[:1], B[:1])]]
     for seen in world(3).run(train, of_ranks, toy, strategy, None, Towers):
         assert [ONE, ONE] == ratios(seen.gradients[-1])
+
+
+class Token:
+    """Lives as long as the graph that holds it."""
+
+
+class HoldsToken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, token: Token) -> Tensor:
+        ctx.token = token
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class FailsBeforeBackward(Toy):
+    """Gathers, and raises before the backward of its loss."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        token = Token()
+        self.graph = weakref.ref(token)
+        rows: Any = HoldsToken.apply(self.losses(batch), token)
+        return {"loss": gather(rows).mean(), "weight": 1}
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        raise KeyError("before the backward")
+
+
+def fail_before_backward() -> bool:
+    """Body: return whether the graph of the step is freed while the strategy lives."""
+    module = FailsBeforeBackward()
+    trainer = make_trainer(GradAvgStrategy(reduction="weighted_mean"), max_epochs=1)
+    try:
+        trainer.fit(module, make_loader([[1.0]]))
+    except KeyError as error:
+        error.__traceback__ = None
+    gc.collect()
+    return module.graph() is None
+
+
+def test_a_run_that_fails_before_a_backward_frees_its_graph(world):
+    assert [True, True] == world(2).run(fail_before_backward)

@@ -117,7 +117,7 @@ class Watch(NamedTuple):
     """What is checked on the first batch of each loader of a run."""
 
     compares_parts: bool = False  # this rank also collates it as a whole, and compares that with its parts
-    requires_streams: bool = False  # a sample must be the same when it is loaded twice from one stream
+    requires_streams: bool = False  # a sample must be the same each time that it is loaded from one stream
 
 
 class Order:

@@ -208,12 +208,12 @@ class Batches(Part):
         """
         return nullcontext()
 
-    def forward(self, piece: PieceOfBatch, world: World | None) -> Forward:
-        """Return what is known of the forward of a piece, within which the ranks of a world exchange."""
+    def make_forward(self, piece: PieceOfBatch, world: World | None) -> Forward:
+        """Return the `Forward` of a piece; the ranks of `world` exchange within it."""
         return Forward(self.samples, self.without_samples, world, in_backward=self._in_backward(piece))
 
     def _in_backward(self, piece: PieceOfBatch) -> Callable[[], AbstractContextManager[None]]:
-        """Return what makes the context of the backward of a piece."""
+        """Return a function that makes the context in which the backward of a piece runs."""
         if self.has_samples:
             return nullcontext
         # Activation checkpointing runs parts of the stand-in's forward again, which write buffers.

@@ -471,7 +471,8 @@ class Reduction(Part):
 
         It runs where the forward ran: checkpoints compute parts of the forward again.
         """
-        window, forward = self._window, self._forward
+        window = self._window
+        forward = self._forward
         assert self.pending is not None
         assert window is not None
         self.pending = None
@@ -515,11 +516,12 @@ class Reduction(Part):
         return self._window is None or self._window.is_empty
 
     def teardown(self) -> None:
-        """Free the window and the gradients, which lead to the wrapped model."""
+        """Free what leads to the wrapped model, and the graph of a loss whose backward never ran."""
         self._window = None
         self._hook.window = None
         self._gradients = None
         self.pending = None
+        self._forward = OF_A_LOOP
 
     def _warn_on_rank_zero(self, message: str) -> None:
         self._warn_once(message, rank_zero_warn)

@@ -92,7 +92,7 @@ class OneForward(Part):
         """Run a training step; return its output, whose loss has its weight."""
         (piece,) = step.batches.pieces(batch)
         batches = step.batches
-        forward = batches.forward(piece, step.reduction.exchanging)
+        forward = batches.make_forward(piece, step.reduction.exchanging)
         with running(forward), batches.training_step(), batches.computing("forward", piece):
             output = step.forward(batch, *args)
             return step.reduction.read(output, batch, forward)
@@ -209,7 +209,7 @@ class Replicas(OneForward):
             self._log.samples = _samples_of_several_loaders(piece, batch)
         if samples is not None:
             samples = piece.samples
-        forward = batches.forward(piece, step.reduction.exchanging)
+        forward = batches.make_forward(piece, step.reduction.exchanging)
         forward = replace(
             forward,
             samples=samples,
