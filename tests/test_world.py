@@ -49,6 +49,26 @@ def test_exchanges() -> None:
         dist.destroy_process_group(group)
 
 
+def disagree(lines: list[list[str]]) -> None:
+    """Body: bring the lines of this rank."""
+    World.of(None).agree("refused", lambda: Contribution(lines[dist.get_rank()]))
+
+
+@pytest.mark.parametrize(
+    ("lines", "difference"),
+    [
+        ([["a", "b"], ["a", "c"]], "b on rank 0, c on rank 1"),
+        ([["a", "b"], ["b"]], "a on rank 0, nothing on rank 1"),
+        ([["a", "b"], ["b", "a"]], "a on rank 0, b on rank 1"),
+        ([["a", "a"], ["a"]], "a on rank 0, nothing on rank 1"),
+    ],
+    ids=["another line", "no line", "another order", "another number"],
+)
+def test_the_first_line_that_differs_is_named(world, lines: list[list[str]], difference: str) -> None:
+    for error in world(2).run_expecting_errors(disagree, lines):
+        assert f"refused: {difference}" in error.message
+
+
 @on_ranks()
 def test_a_process_among_others_settles_once_at_its_exit() -> None:
     """Threads of gloo have a moment for what they do with the interpreter, or they may abort the process."""
