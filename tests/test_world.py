@@ -57,10 +57,10 @@ def disagree(lines: list[list[str]]) -> None:
 @pytest.mark.parametrize(
     ("lines", "difference"),
     [
-        ([["a", "b"], ["a", "c"]], "b on rank 0, c on rank 1"),
-        ([["a", "b"], ["b"]], "a on rank 0, nothing on rank 1"),
-        ([["a", "b"], ["b", "a"]], "a on rank 0, b on rank 1"),
-        ([["a", "a"], ["a"]], "a on rank 0, nothing on rank 1"),
+        ([["a", "b"], ["a", "c"]], "b on rank 0; c on rank 1"),
+        ([["a", "b"], ["b"]], "a on rank 0; nothing on rank 1"),
+        ([["a", "b"], ["b", "a"]], "a on rank 0; b on rank 1"),
+        ([["a", "a"], ["a"]], "a on rank 0; nothing on rank 1"),
     ],
     ids=["another line", "no line", "another order", "another number"],
 )
